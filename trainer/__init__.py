@@ -1,0 +1,1 @@
+"""Training of drafters on a target's own answers."""
