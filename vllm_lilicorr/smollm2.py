@@ -85,8 +85,7 @@ def convert(gguf: Path, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    where = {"gguf_file": gguf.name, "local_files_only": True}
-    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
+    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     values = dequantised.config.to_dict()
     # What the GGUF loader leaves behind: a note that the weights are quantised (they no longer are), the original's
     # working title, and 1e-5 as the nearest 32-bit float.
@@ -102,7 +101,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.generation_config = dequantised.generation_config
     model.save_pretrained(folder)
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The file's `tokenizer.ggml.pre = smollm` means that every digit stands alone before anything else is split; the
     # loader reads it as plain GPT-2, which cuts spaces before a digit differently from what the model was trained on.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -110,6 +109,8 @@ def convert(gguf: Path, folder: Path) -> None:
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():  # safetensors writes its files for their owner alone
+        path.chmod((folder.stat().st_mode | 0o600) & 0o666)
 
 
 def _installed_gguf() -> Path | None:
