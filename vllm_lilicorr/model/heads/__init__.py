@@ -1,0 +1,26 @@
+"""The heads, one file each, chosen by the checkpoint's configuration.
+
+To add one: its HeadConfig in `config.py`, its module here, one line in each registry (docs/contributing.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...config import DFlashConfig, DraftConfig, HeadConfig, LiLiCorrConfig
+from .base import BlockStates, DraftHead, Proposal, TargetVocabulary
+from .dflash import DFlashHead
+from .lilicorr import LiLiCorrHead
+
+HEADS: dict[type[HeadConfig], Callable[[DraftConfig], DraftHead]] = {
+    DFlashConfig: DFlashHead,
+    LiLiCorrConfig: LiLiCorrHead,
+}
+
+
+def build_head(config: DraftConfig) -> DraftHead:
+    """Return a freshly initialised head of the kind `config.head` names."""
+    return HEADS[type(config.head)](config)
+
+
+__all__ = ["HEADS", "BlockStates", "DFlashHead", "DraftHead", "LiLiCorrHead", "Proposal", "TargetVocabulary", "build_head"]
