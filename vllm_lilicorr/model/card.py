@@ -1,0 +1,48 @@
+"""The model card written beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from ..config import DraftConfig
+
+
+def model_card(config: DraftConfig, parameters: dict[str, int]) -> str:
+    """Return README.md of a checkpoint: method, target, geometry, how to serve."""
+    target = config.target_name or "TARGET"
+    method = config.architecture.removesuffix("DraftModel")
+    geometry = "\n".join(f"| {key} | {value} |" for key, value in asdict(config.head).items())
+    head = f"\nHead:\n\n| field | value |\n|---|---|\n{geometry}\n" if geometry else ""
+    serve = json.dumps({"model": "PATH/OF/THIS/FOLDER", "num_speculative_tokens": config.num_slots}, indent=2)
+    return f"""---
+library_name: vllm-lilicorr
+tags: [speculative-decoding, draft-model]
+---
+
+# {method} drafter for {target}
+
+A {method} speculative-decoding drafter. It proposes {config.num_slots} tokens a block for the target named above, which
+verifies them: the served text is the target's own.
+
+| field | value |
+|---|---|
+| target | {config.target_name or "not recorded"} |
+| target's tokenizer (SHA-256) | {config.tokenizer_hash or "not recorded"} |
+| tapped target layers | {", ".join(map(str, config.target_layer_ids))} of {config.num_target_layers} |
+| block size | {config.block_size} ({config.num_slots} drafted) |
+| layers, width | {config.num_hidden_layers}, {config.hidden_size} |
+| parameters | backbone {parameters["backbone"]:,}, head {parameters["head"]:,} |
+{head}
+## Serve
+
+`lilicorr.json`:
+
+```json
+{serve}
+```
+
+```
+vllm serve {target} --speculative-config lilicorr.json
+```
+"""
