@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_lilicorr.config import DFlashConfig, DraftConfig, LiLiCorrConfig
+from vllm_lilicorr.config import DFlashConfig, DraftConfig, HeadConfig, LiLiCorrConfig
 from vllm_lilicorr.model import Draft
 from vllm_lilicorr.target import Target
 
@@ -25,7 +25,7 @@ LILICORR = LiLiCorrConfig(
 )
 
 
-def make_config(head: str = "lilicorr", **changes: Any) -> DraftConfig:
+def make_config(head: str | HeadConfig = "lilicorr", **changes: Any) -> DraftConfig:
     config = DraftConfig(
         hidden_size=48,
         num_hidden_layers=2,
@@ -42,7 +42,7 @@ def make_config(head: str = "lilicorr", **changes: Any) -> DraftConfig:
         num_target_layers=4,
         mask_token_id=96,
         target_layer_ids=(0, 2),
-        head=LILICORR if head == "lilicorr" else DFlashConfig(),
+        head={"lilicorr": LILICORR, "dflash": DFlashConfig()}[head] if isinstance(head, str) else head,
     )
     return replace(config, **changes)
 
