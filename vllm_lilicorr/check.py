@@ -1,6 +1,6 @@
 """Show what a drafter checkpoint holds and whether it fits a target.
 
-    python -m vllm_lilicorr.check CKPT [--target DIR] [--json]
+python -m vllm_lilicorr.check CKPT [--target DIR] [--json]
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ class HeadConfig:
                     raise reader.error(key, f"is no option of {cls.architecture}{nearest(key, known)}")
         for key, value in cls.flags().items():
             if reader.has(key) and reader.values[key] != value:
-                raise reader.error(
-                    key, f"is {json.dumps(reader.values[key])}, but {cls.architecture} needs {json.dumps(value)}"
-                )
+                raise reader.error(key, f"is {json.dumps(reader.values[key])}, but {cls.architecture} needs {json.dumps(value)}")
         head = cls(**{entry.name: reader.get(cls.prefix + entry.name, kinds[str(entry.type)]) for entry in fields(cls)})
         head.validate(reader, block_size)
         return head
@@ -168,7 +166,12 @@ class ConvConfig:
 
 # Variants of the block drafter that other engines know and this backbone is not: a checkpoint that asks for one would
 # draft wrongly here without a shape to tell.
-_UNSUPPORTED_TOP = {"use_sliding_window": (False,), "is_causal": (False,), "is_neox_style": (True,), "tie_word_embeddings": (False, True)}
+_UNSUPPORTED_TOP = {
+    "use_sliding_window": (False,),
+    "is_causal": (False,),
+    "is_neox_style": (True,),
+    "tie_word_embeddings": (False, True),
+}
 _UNSUPPORTED_DFLASH: dict[str, tuple[Any, ...]] = {
     "use_swa": (False,),
     "causal": (False,),
@@ -349,7 +352,7 @@ def _head_type(top: FieldReader) -> type[HeadConfig]:
     projector = section.get("projector_type") if isinstance(section, Mapping) else None
     if projector is not None and projector != head_type.projector_type:
         wanted = [other.architecture for other in HEAD_CONFIGS.values() if other.projector_type == projector]
-        mend = f"set architectures to [\"{wanted[0]}\"]" if wanted else "correct one of the two"
+        mend = f'set architectures to ["{wanted[0]}"]' if wanted else "correct one of the two"
         raise top.error(
             "architectures",
             f"is {name} while dflash_config.projector_type is {json.dumps(projector)}: engines choose by architectures and "
@@ -366,7 +369,7 @@ def _refuse_variants(top: FieldReader, dflash: FieldReader) -> None:
     if top.has("layer_types") and any(kind != "full_attention" for kind in top.get("layer_types", list)):
         raise top.error("layer_types", "asks for attention other than full_attention, which this package does not have")
     if top.get("hidden_act", str) != "silu":
-        raise top.error("hidden_act", f"must be \"silu\", got {json.dumps(top.values['hidden_act'])}")
+        raise top.error("hidden_act", f'must be "silu", got {json.dumps(top.values["hidden_act"])}')
     if top.has("target_hidden_size") and top.values["target_hidden_size"] != top.values.get("hidden_size"):
         raise top.error("target_hidden_size", "differs from hidden_size; a drafter here has the target's width")
     if top.has("draft_vocab_size") and top.values["draft_vocab_size"] != top.values.get("vocab_size"):
@@ -397,7 +400,7 @@ def _rope_theta(top: FieldReader) -> float:
         rope = top.section(key)
         kind = rope.values.get("rope_type", rope.values.get("type", "default"))
         if kind != "default":
-            raise rope.error("rope_type", f"is {json.dumps(kind)}; a drafter here has plain rotary embeddings (\"default\")")
+            raise rope.error("rope_type", f'is {json.dumps(kind)}; a drafter here has plain rotary embeddings ("default")')
         if rope.has("rope_theta"):
             given.append(rope.positive("rope_theta", float))
     if not given:
@@ -428,7 +431,9 @@ def _conv(dflash: FieldReader, block_size: int, hidden_size: int) -> ConvConfig 
         return None
     if len(present) == 1:
         absent = keys[1 - keys.index(present[0])]
-        raise dflash.error(absent, f"is missing while {present[0]} is set; a convolution needs both, a drafter without one neither")
+        raise dflash.error(
+            absent, f"is missing while {present[0]} is set; a convolution needs both, a drafter without one neither"
+        )
     taps, group = dflash.positive(keys[0]), dflash.positive(keys[1])
     if taps >= block_size:
         raise dflash.error("conv_kernel_size", f"must be smaller than block_size {block_size}, got {taps}")

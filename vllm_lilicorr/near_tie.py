@@ -53,4 +53,6 @@ class Comparison:
             raise AssertionError("; ".join([self.summary(), *self.differences[:5]]))
         # One near-tie alone is no rate; a short comparison may hold it.
         if len(self.near_ties) > max(1, self.compared / TOKENS_PER_NEAR_TIE):
-            raise AssertionError("; ".join([f"more near-ties than 1 in {TOKENS_PER_NEAR_TIE} tokens: {self.summary()}", *self.near_ties[:5]]))
+            raise AssertionError(
+                "; ".join([f"more near-ties than 1 in {TOKENS_PER_NEAR_TIE} tokens: {self.summary()}", *self.near_ties[:5]])
+            )

@@ -223,9 +223,7 @@ class ReferenceDecoder:
     def _probabilities(self, logits: Tensor) -> Tensor:
         return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.sampling.temperature).softmax(-1)
 
-    def _verify(
-        self, logits: Tensor, drafts: Tensor, drafting: Tensor, proposal: Proposal | None
-    ) -> tuple[Tensor, Tensor]:
+    def _verify(self, logits: Tensor, drafts: Tensor, drafting: Tensor, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
         """Return accepted [n] and tokens [n, S+1]: the accepted drafts, the target's token behind them, then filler."""
         slots = drafts.shape[1]
         if self.sampling.temperature == 0:
@@ -305,9 +303,7 @@ class _State:
     anchor_hidden: Tensor | None = None
     pending: Any = None
 
-    def commit(
-        self, tokens: Tensor, margins: Tensor, accepted: Tensor, positions: Tensor, stop_ids: frozenset[int]
-    ) -> None:
+    def commit(self, tokens: Tensor, margins: Tensor, accepted: Tensor, positions: Tensor, stop_ids: frozenset[int]) -> None:
         """Append each live row's tokens 0..accepted, up to a stop token or its limit; the last one is the new anchor."""
         for row, decoded in enumerate(self.decoded):
             if self.done[row]:
@@ -378,9 +374,7 @@ def stop_token_ids(target: Target, tokenizer: Any) -> set[int]:
     return {*ids, tokenizer.eos_token_id} - {None}
 
 
-def decode_conversation(
-    decoder: ReferenceDecoder, tokenizer: Any, conversation: Conversation, max_tokens: int
-) -> Decoded:
+def decode_conversation(decoder: ReferenceDecoder, tokenizer: Any, conversation: Conversation, max_tokens: int) -> Decoded:
     """Return the answers to a conversation's turns, one after another, each after the target's own earlier answers.
 
     The answers' token ids, margins and blocks stand in one `Decoded`, in order.

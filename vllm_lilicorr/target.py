@@ -83,7 +83,8 @@ def check_fits(config: DraftConfig, target: TargetShape, tokenizer: Any | None =
     for key, ours, theirs in pairs:
         if ours != theirs:
             raise UserError(
-                f"{config.source}: {key} is {ours}, but the target {target.name} has {theirs}; the drafter was made for another target"
+                f"{config.source}: {key} is {ours}, but the target {target.name} has {theirs}; "
+                "the drafter was made for another target"
             )
     if config.target_layer_ids[-1] >= target.num_layers:
         raise UserError(

@@ -49,9 +49,7 @@ def test_a_plain_drafter_needs_none_of_lilicorrs_fields(config):
     assert DraftConfig.from_dict(written).architecture == "DFlashDraftModel"
 
 
-LILICORR_KEYS = (
-    "candidate_topk hidden_size num_layers num_heads mlp_ratio factor_dim vector_eps logit_scale".split()
-)
+LILICORR_KEYS = "candidate_topk hidden_size num_layers num_heads mlp_ratio factor_dim vector_eps logit_scale".split()
 
 
 @pytest.mark.parametrize("key", LILICORR_KEYS)

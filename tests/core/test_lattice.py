@@ -92,9 +92,7 @@ def test_exact_margin_is_zero_when_two_paths_draw_and_positive_else():
 def test_sampled_walks_occur_as_often_as_their_proposal_says(temperature):
     start, pair = lattice(5, n=1, slots=2, topk=4)
     draws = 40_000
-    path = walk(
-        start.expand(draws, -1), pair.expand(draws, -1, -1, -1), "sampled", temperature, torch.Generator().manual_seed(1)
-    )
+    path = walk(start.expand(draws, -1), pair.expand(draws, -1, -1, -1), "sampled", temperature, torch.Generator().manual_seed(1))
     expected = (start[0] / temperature).softmax(-1)[:, None] * (pair[0, 0] / temperature).softmax(-1)
     counts = torch.zeros(4, 4).index_put_((path.index[:, 0], path.index[:, 1]), torch.ones(draws), accumulate=True)
     statistic = ((counts - draws * expected) ** 2 / (draws * expected)).sum()

@@ -179,7 +179,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
         if pickles:
             raise UserError(
-                f"{folder}: holds {pickles[0]} but no {WEIGHTS}; pickle files can run code and are refused, convert it to safetensors"
+                f"{folder}: holds {pickles[0]} but no {WEIGHTS}; pickle files can run code and are refused, "
+                "convert it to safetensors"
             )
         raise UserError(f"{folder}: has no {WEIGHTS}; copy the checkpoint again")
     try:
@@ -213,7 +214,7 @@ def _compare(
     if foreign:
         raise UserError(
             f"{folder}: architectures is {config.architecture}, but the file holds {_listed(foreign[1])}, tensors of a "
-            f"{foreign[0]}: engines would silently ignore the head; set architectures to [\"{foreign[0]}\"] in config.json"
+            f'{foreign[0]}: engines would silently ignore the head; set architectures to ["{foreign[0]}"] in config.json'
         )
     missing = sorted(expected.keys() - found.keys())
     if missing:

@@ -138,9 +138,7 @@ class LiLiCorrHead(DraftHead):
         the context feature of the last position before the anchor; anchor_valid [N] bool: False where there is none (the
         row may then hold anything). Raises ValueError on shapes that do not fit.
         """
-        anchor_out, out, incoming = self.vectors(
-            token_embeddings, candidate_log_probs, slot_hidden, anchor_hidden, anchor_valid
-        )
+        anchor_out, out, incoming = self.vectors(token_embeddings, candidate_log_probs, slot_hidden, anchor_hidden, anchor_valid)
         sigma = self.config.logit_scale
         start = sigma * torch.einsum("nd,nkd->nk", anchor_out, incoming[:, 0])
         pair = sigma * (out[:, :-1] @ incoming[:, 1:].transpose(-1, -2))
@@ -155,9 +153,7 @@ class LiLiCorrHead(DraftHead):
         generator: torch.Generator | None,
     ) -> Proposal:
         found = ranked_candidates(target.logits(block.slot_hidden), self.config.candidate_topk)
-        start, pair = self(
-            target.embed(found.ids), found.log_probs, block.slot_hidden, block.anchor_hidden, block.anchor_valid
-        )
+        start, pair = self(target.embed(found.ids), found.log_probs, block.slot_hidden, block.anchor_hidden, block.anchor_valid)
         path = walk(start, pair, rule, temperature, generator)
         return Proposal(
             tokens=found.ids.gather(-1, path.index[..., None])[..., 0],
@@ -234,7 +230,8 @@ class LiLiCorrHead(DraftHead):
         width = self.pass_hidden_proj.in_features
         if not 1 <= slots <= self.max_slots or topk != self.config.candidate_topk:
             raise ValueError(
-                f"candidate_log_probs must be [N, 1..{self.max_slots}, {self.config.candidate_topk}], got {tuple(log_probs.shape)}"
+                f"candidate_log_probs must be [N, 1..{self.max_slots}, {self.config.candidate_topk}], "
+                f"got {tuple(log_probs.shape)}"
             )
         expected = (
             ("token_embeddings", embeddings, (n, slots, topk, width)),
