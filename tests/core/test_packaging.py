@@ -11,12 +11,11 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from vllm_lilicorr.config import DraftConfig, LiLiCorrConfig
 from vllm_lilicorr.model import Draft
 from vllm_lilicorr.model.checkpoint import save_draft
 
@@ -149,24 +148,14 @@ print(entry.value)
     assert done.stdout.strip() == "vllm_lilicorr.plugin:register"
 
 
-def test_installed_check_command_reads_a_checkpoint(environment: Path, tmp_path: Path) -> None:
-    head = LiLiCorrConfig(
-        candidate_topk=4, hidden_size=32, num_layers=1, num_heads=4, mlp_ratio=2, factor_dim=16,
-        vector_eps=1e-4, logit_scale=8.0,
-    )  # fmt: skip
-    config = DraftConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=64, vocab_size=101, rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e6,
-        attention_bias=False, block_size=4, num_target_layers=8, mask_token_id=100, target_layer_ids=(1, 5), head=head,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    draft = Draft(config)
-    save_draft(draft, tmp_path / "draft")
+def test_installed_check_command_reads_a_checkpoint(environment: Path, draft: Callable[..., Draft], tmp_path: Path) -> None:
+    drafter = draft()
+    save_draft(drafter, tmp_path / "draft")
     done = run(environment, "-m", "vllm_lilicorr.check", str(tmp_path / "draft"), "--json")
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["architecture"] == "LiLiCorrDraftModel"
-    assert shown["parameters"]["total"] == sum(parameter.numel() for parameter in draft.parameters())
+    assert shown["parameters"]["total"] == sum(parameter.numel() for parameter in drafter.parameters())
 
     (tmp_path / "draft/config.json").unlink()
     broken = run(environment, "-m", "vllm_lilicorr.check", str(tmp_path / "draft"))
