@@ -1,0 +1,66 @@
+"""The operand of the anchor fusion: the tower's normed output beside its product with the anchor.
+
+    g = SiLU( W_x x + W_a a + W_xa (x * a) + b )  =  SiLU( [x, x * a] [W_x | W_xa]^T + (W_a a + b) )        (paper, Appendix A)
+
+The term of the anchor alone is one row a block and enters with the SiLU (`bias_silu`); nothing [.., 3W] is ever built, and the norm's
+result is written once, where the product reads it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+
+
+@triton.jit
+def _anchor_operand_kernel(
+    x_ptr, offset_ptr, weight_ptr, eps, anchor_ptr, anchor_stride, out_ptr, nodes, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = column < width
+    anchor = tl.load(anchor_ptr + row // nodes * anchor_stride + column, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(offset_ptr + column, mask=mask, other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    y = x * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    out_ptr += row * 2 * width + column
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + width, (y * anchor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _anchor_operand_triton(x, offset, weight, eps, anchor, out):
+    rows, width = x.shape
+    block = next_power_of_2(width)
+    _anchor_operand_kernel[(rows,)](
+        x, offset, weight, eps, anchor, anchor.stride(0), out, rows // anchor.shape[0], width,
+        BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+    )  # fmt: skip
+    return out
+
+
+def anchor_operand_torch(x, offset, weight, eps, anchor, out):
+    """`anchor_operand` in torch operations."""
+    n, width = anchor.shape
+    left, right = out.view(n, -1, 2 * width).split(width, dim=-1)
+    left.copy_(torch.nn.functional.rms_norm(x + offset.to(x.dtype), (width,), weight, eps).view_as(left))
+    torch.mul(left, anchor[:, None], out=right)
+    return out
+
+
+def anchor_operand(
+    x: torch.Tensor, offset: torch.Tensor, weight: torch.Tensor, eps: float, anchor: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Returns `out` [n*L, 2W] filled with [y, y * a], y = RMSNorm(x + offset) * weight and a the row's block's anchor.
+
+    x [n*L, W] contiguous; offset [W] float32 (`rms_norm`); weight [W]; anchor [n, W], rows at any stride; out contiguous.
+    Raises ValueError on shapes that do not fit.
+    """
+    n, width = anchor.shape
+    check_shape("x", x, -1, width)
+    check_shape("offset", offset, width)
+    check_shape("weight", weight, width)
+    check_shape("out", out, x.shape[0], 2 * width)
+    if x.shape[0] % n or not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"x must be contiguous rows of {n} blocks and out contiguous, got x {list(x.shape)}, strides {x.stride()}")
+    return (_anchor_operand_triton if use_triton(x) else anchor_operand_torch)(x, offset, weight, eps, anchor, out)

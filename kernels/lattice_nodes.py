@@ -1,0 +1,144 @@
+"""What enters the tower besides matrix products: candidate embeddings, confidence features, slot and rank tables.
+
+    node(s, k) = token_proj(E[c_{s,k}]) + pass_hidden_proj(d_s) + feature_mlp(feature_norm(f_{s,k})) + slot[s] + rank[k]
+
+Its matrix products share one accumulator: with operand = [E[c], SiLU(up(feature_norm(f)))] and base = pass_hidden_proj(d_s) + slot[s] +
+rank[k] + biases, node = base + operand [token_proj | feature_mlp.down_proj]^T is one product that adds to its output. This operation
+writes operand and base. Where the head is as wide as the target there is no token_proj: E[c] goes to base.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ._triton import cdiv, check_shape, next_power_of_2, tl, triton, use_triton
+
+_BLOCK = 1024
+LAYER_NORM_EPS = 1e-5
+
+
+class FeatureWeights(NamedTuple):
+    """feature_norm's weight [5] and bias [5]; feature_mlp.up_proj's weight [5, W] (transposed: a feature's row is contiguous) and bias [W]."""
+
+    norm_weight: torch.Tensor
+    norm_bias: torch.Tensor
+    up_weight: torch.Tensor
+    up_bias: torch.Tensor
+
+
+@triton.jit
+def _lattice_nodes_kernel(
+    ids_ptr, log_probs_ptr, embedding_ptr, embedding_stride, slot_states_ptr, slot_states_stride, positions_ptr,
+    norm_weight_ptr, norm_bias_ptr, up_weight_ptr, up_bias_ptr, operand_ptr, base_ptr, slots, hidden, width, eps,
+    K: tl.constexpr, PROJECTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    node, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot_row, rank = node // K, node % K
+    dtype = base_ptr.dtype.element_ty
+    in_width = column < width
+    token = tl.load(ids_ptr + node).to(tl.int64)
+    tokens_ptr = embedding_ptr + token * embedding_stride + column
+    operand_ptr += node.to(tl.int64) * (width + (hidden if PROJECTED else 0)) + column
+    if PROJECTED:
+        in_hidden = column < hidden
+        tl.store(operand_ptr, tl.load(tokens_ptr, mask=in_hidden, other=0.0).to(dtype), mask=in_hidden)
+        operand_ptr += hidden
+    if tl.program_id(1) * BLOCK < width:
+        # f = [log p, p, log p - max log p, rank / (K-1), rank == 0], rounded to the head's dtype, then LayerNorm over the five.
+        ranks = tl.arange(0, K)
+        log_probs = tl.load(log_probs_ptr + slot_row * K + ranks)
+        own = tl.sum(tl.where(ranks == rank, log_probs, 0.0), axis=0)
+        f = tl.arange(0, 8)
+        features = tl.where(f == 0, own, tl.where(f == 1, tl.exp(own), own - tl.max(log_probs, axis=0)))
+        features = tl.where(f == 3, rank.to(tl.float32) / max(K - 1, 1), features)
+        features = tl.where(f == 4, tl.where(rank == 0, 1.0, 0.0), features)
+        features = tl.where(f < 5, features, 0.0).to(dtype).to(tl.float32)
+        mean = tl.sum(features, axis=0) / 5
+        centred = tl.where(f < 5, features - mean, 0.0)
+        scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / 5 + eps)
+        norm_weight = tl.load(norm_weight_ptr + f, mask=f < 5, other=0.0).to(tl.float32)
+        norm_bias = tl.load(norm_bias_ptr + f, mask=f < 5, other=0.0).to(tl.float32)
+        features = (centred * scale * norm_weight + norm_bias).to(dtype).to(tl.float32)
+
+        up = tl.load(up_bias_ptr + column, mask=in_width, other=0.0).to(tl.float32)
+        for i in tl.static_range(5):
+            one = tl.sum(tl.where(f == i, features, 0.0), axis=0)
+            up += one * tl.load(up_weight_ptr + i * width + column, mask=in_width, other=0.0).to(tl.float32)
+        tl.store(operand_ptr, (up * tl.sigmoid(up)).to(dtype), mask=in_width)
+
+        base = tl.load(slot_states_ptr + slot_row.to(tl.int64) * slot_states_stride + column, mask=in_width, other=0.0).to(tl.float32)
+        base += tl.load(positions_ptr + ((slot_row % slots) * K + rank) * width + column, mask=in_width, other=0.0).to(tl.float32)
+        if not PROJECTED:
+            base += tl.load(tokens_ptr, mask=in_width, other=0.0).to(tl.float32)
+        tl.store(base_ptr + node.to(tl.int64) * width + column, base.to(dtype), mask=in_width)
+
+
+def _lattice_nodes_triton(ids, log_probs, embedding, slot_states, positions, features, operand, base):
+    n, slots, topk = ids.shape
+    width, hidden = base.shape[1], embedding.shape[1]
+    projected = operand.shape[1] > width
+    _lattice_nodes_kernel[(n * slots * topk, cdiv(max(hidden, width) if projected else width, _BLOCK))](
+        ids, log_probs, embedding, embedding.stride(0), slot_states, slot_states.stride(0), positions, *features,
+        operand, base, slots, hidden, width, LAYER_NORM_EPS, K=topk, PROJECTED=projected,
+        BLOCK=min(_BLOCK, next_power_of_2(max(hidden, width))), num_warps=4,
+    )  # fmt: skip
+    return operand, base
+
+
+def lattice_nodes_torch(ids, log_probs, embedding, slot_states, positions, features, operand, base):
+    """`lattice_nodes` in torch operations."""
+    n, slots, topk = ids.shape
+    width, dtype = base.shape[1], base.dtype
+    wide = log_probs.float()
+    rank = torch.arange(topk, device=ids.device, dtype=torch.float32)
+    columns = (wide, wide.exp(), wide - wide.amax(-1, keepdim=True), rank / max(topk - 1, 1), (rank == 0).float())
+    f = torch.stack([column.expand_as(wide) for column in columns], dim=-1).to(dtype)
+    f = torch.nn.functional.layer_norm(f, (5,), features.norm_weight, features.norm_bias, LAYER_NORM_EPS)
+    active = torch.addmm(features.up_bias, f.view(-1, 5), features.up_weight)
+    operand[:, -width:] = torch.nn.functional.silu(active, inplace=True)
+    table = positions.view(1, -1, topk, width)[:, :slots]
+    torch.add(slot_states.view(n, slots, 1, width), table, out=base.view(n, slots, topk, width))
+    tokens = embedding.index_select(0, ids.flatten())
+    if operand.shape[1] > width:
+        operand[:, :-width] = tokens
+    else:
+        base += tokens
+    return operand, base
+
+
+def lattice_nodes(
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    embedding: torch.Tensor,
+    slot_states: torch.Tensor,
+    positions: torch.Tensor,
+    features: FeatureWeights,
+    operand: torch.Tensor,
+    base: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `operand` [N*S*K, D] and `base` [N*S*K, W], filled so that base + operand @ (weights [W, D])^T is the node tensor.
+
+    ids [N, S, K] int64 and log_probs [N, S, K] float32, contiguous: the candidates; embedding [V, H]: rows by id, at any stride;
+    slot_states [N*S, W]: pass_hidden_proj(d_s); positions [>= S*K, W]: slot table + rank table + the products' biases, slot-major;
+    D = H + W (token embedding, then feature activations), or W where the head is as wide as the target. Features are computed in float32 and rounded
+    to the head's dtype before feature_norm. Raises ValueError on shapes that do not fit. The node of the paper, Appendix A.
+    """
+    n, slots, topk = ids.shape
+    width, hidden = base.shape[1], embedding.shape[1]
+    check_shape("log_probs", log_probs, n, slots, topk)
+    check_shape("base", base, n * slots * topk, width)
+    check_shape("slot_states", slot_states, n * slots, width)
+    check_shape("positions", positions, -1, width)
+    check_shape("up_weight", features.up_weight, 5, width)
+    check_shape("operand", operand, n * slots * topk, hidden + width if operand.shape[1] > width else width)
+    if operand.shape[1] == width and hidden != width:
+        raise ValueError(f"operand must be [.., {hidden + width}]: embeddings of {hidden} need a projection to {width}")
+    if positions.shape[0] < slots * topk:
+        raise ValueError(f"positions must hold at least {slots * topk} rows, got {positions.shape[0]}")
+    for name, tensor in {"ids": ids, "log_probs": log_probs, "operand": operand, "base": base, "positions": positions}.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    run = _lattice_nodes_triton if use_triton(base) else lattice_nodes_torch
+    return run(ids, log_probs, embedding, slot_states, positions, features, operand, base)

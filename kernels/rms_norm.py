@@ -1,0 +1,76 @@
+"""RMSNorm of the residual stream, with the biases the stream still lacks added on the way in.
+
+The tower's residual stream is kept without the biases of the projections that write to it: the projections then add to it inside the
+matrix product itself, and each norm adds the sum of the biases so far (`offset`, a constant of the weights). That is the residual
+addition, the bias and the norm in one launch and one read of the stream.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, x_stride, offset_ptr, valid_ptr, weight_ptr, eps, out_ptr, out_stride, width,
+    HAS_OFFSET: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = column < width
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_OFFSET:
+        x += tl.load(offset_ptr + column, mask=mask, other=0.0)
+    if HAS_VALID:
+        # Selected, not multiplied: the row may hold NaN.
+        x = tl.where(tl.load(valid_ptr + row) != 0, x, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    y = x * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _rms_norm_triton(x, weight, eps, offset, valid, out):
+    n, width = x.shape
+    block = next_power_of_2(width)
+    _rms_norm_kernel[(n,)](
+        x, x.stride(0), x if offset is None else offset, x if valid is None else valid, weight, eps, out, out.stride(0), width,
+        HAS_OFFSET=offset is not None, HAS_VALID=valid is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+    )  # fmt: skip
+    return out
+
+
+def rms_norm_torch(x, weight, eps, offset=None, valid=None, out=None):
+    """`rms_norm` in torch operations."""
+    if offset is not None:
+        x = x + offset.to(x.dtype)
+    if valid is not None:
+        x = x.where(valid[:, None], torch.zeros_like(x))
+    y = torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
+    return y if out is None else out.copy_(y)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns RMSNorm(x + offset) * weight, [n, W] in x's dtype, computed in float32.
+
+    x [n, W], rows at any stride; weight [W]; offset [W] float32, the biases x lacks; valid [n] bool: a row where it is False counts as zeros,
+    whatever it holds, and comes out zero. Raises ValueError on shapes that do not fit.
+    """
+    check_shape("x", x, -1, -1)
+    check_shape("weight", weight, x.shape[1])
+    if offset is not None:
+        check_shape("offset", offset, x.shape[1])
+    if valid is not None:
+        check_shape("valid", valid, x.shape[0])
+    if out is not None:
+        check_shape("out", out, *x.shape)
+    if not use_triton(x):
+        return rms_norm_torch(x, weight, eps, offset, valid, out)
+    return _rms_norm_triton(x, weight, eps, offset, valid, torch.empty_like(x) if out is None else out)

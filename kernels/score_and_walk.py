@@ -1,0 +1,415 @@
+"""From out and in vectors to committed tokens: normalisation, pair scores, the walk and the proposal, one launch.
+
+    scores[0, :, k'] = sigma <o_anchor, i_{0,k'}>          scores[s, k, k'] = sigma <o_{s-1,k}, i_{s,k'}>,  s = 1..S-1
+    z_s = scores[s, k_{s-1}]                               k_s by the rule                       (paper, Sections 3.2 and 3.5)
+
+One program scores one slot of one block; the last of a block's programs to finish walks it. Which one that is changes nothing: it reads
+what all of them wrote. So the scores use as many multiprocessors as there are slots, and no second launch waits for them.
+
+A score that is NaN counts as -inf; a slot without any other score takes rank 0, with the whole proposal on it. So a broken row stays
+its own block's affair, and what the verifier gets is a distribution whatever happens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+
+RULES = ("greedy", "sampled", "exact", "exact-normalized")
+
+_BLOCK_DIM = 128
+_DOMAIN = 0x4C694C69  # Philox counter word: keeps these draws apart from any other use of the same (seed, position)
+_UNIFORM_SCALE = 4.6566127342e-10  # just below 2**-31: the largest draw stays below 1
+
+
+class Randomness(NamedTuple):
+    """What "sampled" draws from: uniforms [N, S] float32 in [0, 1), or Philox under seeds [R] int64 (by state row) at positions [N, S] int64."""
+
+    uniforms: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+
+class DraftLogits(NamedTuple):
+    """A proposal table in the V2 rejection sampler's layout: table [R, S, >=V] float32, all -inf at first, and cached_ids [R, S, K] int64, zeros at
+    first: the ids whose entries the last call wrote."""
+
+    table: torch.Tensor
+    cached_ids: torch.Tensor
+
+
+class Walked(NamedTuple):
+    """Outputs of `score_and_walk`: tokens, index [N, S] int64, scores, probs [N, S, K] float32, pair_scores [N, S, K, K] float32, and
+    arrivals [N] int32, which must be zero before the first call and is zero after each."""
+
+    tokens: torch.Tensor
+    index: torch.Tensor
+    scores: torch.Tensor
+    probs: torch.Tensor
+    pair_scores: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def empty(cls, n: int, slots: int, topk: int, device: torch.device | str | None = None) -> Walked:
+        """Returns uninitialised outputs for n blocks (arrivals zeroed)."""
+        ids = {"dtype": torch.int64, "device": device}
+        reals = {"dtype": torch.float32, "device": device}
+        return cls(
+            torch.empty(n, slots, **ids), torch.empty(n, slots, **ids),
+            torch.empty(n, slots, topk, **reals), torch.empty(n, slots, topk, **reals),
+            torch.empty(n, slots, topk, topk, **reals), torch.zeros(n, dtype=torch.int32, device=device),
+        )  # fmt: skip
+
+
+@triton.jit
+def _best(values, K: tl.constexpr):
+    """(maximum, its lowest index) of [K] without NaN."""
+    rank = tl.arange(0, K)
+    top = tl.max(values, axis=0)
+    return top, tl.min(tl.where(values == top, rank, K - 1), axis=0)
+
+
+@triton.jit
+def _usable(scores):
+    return tl.where(scores == scores, scores, float("-inf"))
+
+
+@triton.jit
+def _with_rank_0(z, top, K: tl.constexpr):
+    """z [K], or (0, -inf, ..) where nothing in it is above -inf (top)."""
+    return tl.where(top == float("-inf"), tl.where(tl.arange(0, K) == 0, 0.0, z), z)
+
+
+@triton.jit
+def _log_softmax_rows(scores):
+    """Row-wise log-softmax of [K, K]; a row with nothing finite stays -inf."""
+    top = tl.max(scores, axis=1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
+    return scores - shift[:, None] - tl.where(total > 0, tl.log(total), 0.0)[:, None]
+
+
+@triton.jit
+def _uniform(seed, position):
+    """A float32 in [0, 1) for (seed, position)."""
+    key = seed.to(tl.uint64)
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = low * 0
+    bits, _, _, _ = tl.philox(key, low, high, zero + 0x4C694C69, zero)
+    bits = bits.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -bits - 1, bits).to(tl.float32) * 4.6566127342e-10
+
+
+@triton.jit
+def _emit(
+    block, slot, row, index, scores, probs, entries, ids_ptr, tokens_ptr, tokens_out_ptr, tokens_out_stride, index_ptr, scores_ptr, probs_ptr,
+    table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, slots,
+    K: tl.constexpr, HAS_TOKENS_OUT: tl.constexpr, HAS_TABLE: tl.constexpr,
+):  # fmt: skip
+    """Writes what slot `slot` of a block committed."""
+    rank = tl.arange(0, K)
+    at = (block * slots + slot) * K + rank
+    ids = tl.load(ids_ptr + at)
+    token = tl.sum(tl.where(rank == index, ids, 0), axis=0)
+    tl.store(tokens_ptr + block * slots + slot, token)
+    tl.store(index_ptr + block * slots + slot, index.to(tl.int64))
+    tl.store(scores_ptr + at, scores)
+    tl.store(probs_ptr + at, probs)
+    if HAS_TOKENS_OUT:
+        tl.store(tokens_out_ptr + block * tokens_out_stride + slot, token)
+    if HAS_TABLE:
+        cached_at = cached_ids_ptr + (row * slots + slot) * K + rank
+        old = tl.load(cached_at)
+        # An id both old and new is not cleared, so no address is written twice and the order of the stores is free.
+        stale = tl.sum((old[:, None] == ids[None, :]).to(tl.int32), axis=1) == 0
+        table_ptr += row * table_row_stride + slot * table_slot_stride
+        tl.store(table_ptr + old, float("-inf"), mask=stale)
+        tl.store(table_ptr + ids, entries)
+        tl.store(cached_at, ids)
+
+
+@triton.jit
+def _score_and_walk_kernel(
+    out_ptr, in_ptr, vector_stride, anchor_ptr, anchor_stride, ids_ptr, rows_ptr, rows_stride,
+    temperature_ptr, uniforms_ptr, uniforms_stride, seeds_ptr, positions_ptr, positions_stride,
+    tokens_ptr, index_ptr, scores_ptr, probs_ptr, pair_scores_ptr, arrivals_ptr, tokens_out_ptr, tokens_out_stride,
+    table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, dim, sigma, eps,
+    SLOTS: tl.constexpr, SLOT_PAD: tl.constexpr, K: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_UNIFORMS: tl.constexpr, HAS_TOKENS_OUT: tl.constexpr, HAS_TABLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = block
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + block * rows_stride).to(tl.int64)
+        if row < 0:
+            return
+
+    # Scores of this slot's candidates after each candidate of the slot before; after the anchor, all rows are the anchor's.
+    pad, column = tl.arange(0, PAD), tl.arange(0, BLOCK)
+    node = (block * SLOTS + slot) * K
+    if slot == 0:
+        before_ptr, before_stride = anchor_ptr + block * anchor_stride, 0
+    else:
+        before_ptr, before_stride = out_ptr + (node - K) * vector_stride, vector_stride
+    acc = tl.zeros([PAD, PAD], tl.float32)
+    before_norm, after_norm = tl.zeros([PAD], tl.float32), tl.zeros([PAD], tl.float32)
+    for start in range(0, dim, BLOCK):
+        mask = (pad[:, None] < K) & (start + column[None, :] < dim)
+        before = tl.load(before_ptr + pad[:, None] * before_stride + start + column[None, :], mask=mask, other=0.0)
+        after = tl.load(in_ptr + (node + pad[:, None]) * vector_stride + start + column[None, :], mask=mask, other=0.0)
+        acc += tl.dot(before, tl.trans(after), input_precision=PRECISION)
+        before_norm += tl.sum(before.to(tl.float32) * before.to(tl.float32), axis=1)
+        after_norm += tl.sum(after.to(tl.float32) * after.to(tl.float32), axis=1)
+    # l2norm(v) = v / max(||v||, eps), applied to the product: the vectors are never rounded again.
+    acc = sigma * acc / tl.maximum(tl.sqrt(before_norm), eps)[:, None] / tl.maximum(tl.sqrt(after_norm), eps)[None, :]
+    real = (pad[:, None] < K) & (pad[None, :] < K)
+    pair_scores_ptr += block * SLOTS * K * K
+    tl.store(pair_scores_ptr + slot * K * K + pad[:, None] * K + pad[None, :], acc, mask=real)
+
+    # All of this program's stores come before its arrival, and the last arrival comes after all stores of the block.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel", scope="gpu") != SLOTS - 1:
+        return
+    tl.store(arrivals_ptr + block, 0)
+
+    rank = tl.arange(0, K)
+    square = rank[:, None] * K + rank[None, :]
+    if RULE == 0 or RULE == 1:
+        temperature = 0.0
+        if RULE == 1:
+            temperature = tl.load(temperature_ptr + row).to(tl.float32)
+        previous = 0
+        for s in tl.static_range(SLOTS):
+            # The whole [K, K] patch, not the row: its address waits for no decision, so all loads are in flight at once.
+            patch = _usable(tl.load(pair_scores_ptr + s * K * K + square, cache_modifier=".cg"))
+            z = tl.sum(tl.where(rank[:, None] == previous, patch, 0.0), axis=0)
+            top, index = _best(z, K)
+            z = _with_rank_0(z, top, K)
+            top = tl.max(z, axis=0)
+            probs = tl.where(rank == index, 1.0, 0.0)
+            if RULE == 1:
+                if temperature > 0:
+                    weights = tl.exp((z - top) / temperature)
+                    probs = weights / tl.sum(weights, axis=0)
+                    if HAS_UNIFORMS:
+                        u = tl.load(uniforms_ptr + block * uniforms_stride + s)
+                    else:
+                        u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + block * positions_stride + s))
+                    # Inverse of the cumulative distribution. A draw that rounding puts at the total takes the most probable one.
+                    cumulative = tl.cumsum(probs, axis=0)
+                    total = tl.max(cumulative, axis=0)
+                    pick = tl.sum((cumulative <= u * total).to(tl.int32), axis=0)
+                    index = tl.where(pick < K, pick, index)
+            # The verifier divides the entries by the temperature and normalises them. A committed argmax is a point mass.
+            entries = z if RULE == 1 else tl.where(rank == index, 0.0, float("-inf"))
+            _emit(
+                block, s, row, index, z, probs, entries, ids_ptr, tokens_ptr, tokens_out_ptr, tokens_out_stride, index_ptr, scores_ptr,
+                probs_ptr, table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, SLOTS, K, HAS_TOKENS_OUT, HAS_TABLE,
+            )  # fmt: skip
+            previous = index
+    else:
+        # Viterbi. back[s, k]: the best predecessor of candidate k of slot s.
+        patch = _usable(tl.load(pair_scores_ptr + square, cache_modifier=".cg"))
+        if RULE == 3:
+            patch = _log_softmax_rows(patch)
+        best = tl.max(patch, axis=0)  # slot 0's rows are alike
+        lanes = tl.arange(0, SLOT_PAD)
+        back = tl.zeros([SLOT_PAD, K], tl.int32)
+        for s in tl.static_range(1, SLOTS):
+            patch = _usable(tl.load(pair_scores_ptr + s * K * K + square, cache_modifier=".cg"))
+            if RULE == 3:
+                patch = _log_softmax_rows(patch)
+            through = best[:, None] + patch
+            best = tl.max(through, axis=0)
+            from_ = tl.min(tl.where(through == best[None, :], rank[:, None], K - 1), axis=0)
+            back = tl.where(lanes[:, None] == s, from_[None, :], back)
+        _, index = _best(best, K)
+        for t in tl.static_range(SLOTS):
+            s = SLOTS - 1 - t
+            here = tl.sum(tl.where(lanes[:, None] == s, back, 0), axis=0)
+            previous = tl.sum(tl.where(rank == index, here, 0), axis=0)
+            patch = _usable(tl.load(pair_scores_ptr + s * K * K + square, cache_modifier=".cg"))
+            z = tl.sum(tl.where(rank[:, None] == previous, patch, 0.0), axis=0)
+            z = _with_rank_0(z, tl.max(z, axis=0), K)
+            probs = tl.where(rank == index, 1.0, 0.0)
+            entries = tl.where(rank == index, 0.0, float("-inf"))
+            _emit(
+                block, s, row, index, z, probs, entries, ids_ptr, tokens_ptr, tokens_out_ptr, tokens_out_stride, index_ptr, scores_ptr,
+                probs_ptr, table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, SLOTS, K, HAS_TOKENS_OUT, HAS_TABLE,
+            )  # fmt: skip
+            index = previous
+
+
+def _stride(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
+
+
+def _score_and_walk_triton(out, incoming, anchor, ids, rule, sigma, eps, result, rows, temperature, random, tokens_out, draft_logits):
+    n, slots, topk = ids.shape
+    table, cached_ids = (None, None) if draft_logits is None else draft_logits
+    unused = result.tokens
+    _score_and_walk_kernel[(slots, n)](
+        out, incoming, out.stride(0), anchor, anchor.stride(0), ids, unused if rows is None else rows, _stride(rows),
+        unused if temperature is None else temperature, unused if random.uniforms is None else random.uniforms, _stride(random.uniforms),
+        unused if random.seeds is None else random.seeds, unused if random.positions is None else random.positions,
+        _stride(random.positions), *result, unused if tokens_out is None else tokens_out, _stride(tokens_out),
+        unused if table is None else table, _stride(table), 0 if table is None else table.stride(1),
+        unused if cached_ids is None else cached_ids, out.shape[1], sigma, eps,
+        SLOTS=slots, SLOT_PAD=next_power_of_2(slots), K=topk, PAD=16, BLOCK=_BLOCK_DIM, RULE=RULES.index(rule), HAS_ROWS=rows is not None,
+        HAS_UNIFORMS=random.uniforms is not None, HAS_TOKENS_OUT=tokens_out is not None, HAS_TABLE=table is not None,
+        PRECISION="ieee" if out.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    return result
+
+
+def uniforms_torch(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the kernel's draws in [0, 1), float32, for seeds and positions (int64, broadcast together): Philox-4x32-10 with the seed
+    as key and (position, domain) as counter."""
+    word = 0xFFFFFFFF
+    seeds, positions = torch.broadcast_tensors(seeds, positions)
+    key0, key1 = seeds & word, (seeds >> 32) & word
+    c0, c1, c2, c3 = positions & word, (positions >> 32) & word, torch.full_like(positions, _DOMAIN), torch.zeros_like(positions)
+    for _ in range(10):
+        # Signed 64-bit products wrap, but their bits are those of the unsigned ones.
+        left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((right >> 32) & word) ^ c1 ^ key0, right & word, ((left >> 32) & word) ^ c3 ^ key1, left & word
+        key0, key1 = (key0 + 0x9E3779B9) & word, (key1 + 0xBB67AE85) & word
+    return torch.where(c0 > 0x7FFFFFFF, word - c0, c0).float() * _UNIFORM_SCALE
+
+
+def _choose_torch(pair_scores: torch.Tensor, rule: str, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns index [N, S], scores z and probs [N, S, K] of the walk through usable pair_scores [N, S, K, K]."""
+    n, slots, topk, _ = pair_scores.shape
+    blocks = torch.arange(n, device=pair_scores.device)
+    index = torch.zeros(n, slots, dtype=torch.int64, device=pair_scores.device)
+    if rule.startswith("exact"):
+        path = pair_scores
+        if rule == "exact-normalized":
+            path = path - path.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(path.dtype).min)
+        best, back = path[:, 0, 0], []
+        for s in range(1, slots):
+            best, pointer = (best[:, :, None] + path[:, s]).max(1)
+            back.append(pointer)
+        index[:, -1] = best.argmax(-1)
+        for s in reversed(range(slots - 1)):
+            index[:, s] = back[s][blocks, index[:, s + 1]]
+        before = torch.nn.functional.pad(index[:, :-1], (1, 0))
+        scores = pair_scores.gather(2, before[..., None, None].expand(-1, -1, 1, topk))[:, :, 0]
+        return index, scores, torch.nn.functional.one_hot(index, topk).float()
+
+    scores, probs = pair_scores.new_empty(n, slots, topk), pair_scores.new_empty(n, slots, topk)
+    previous = index[:, 0]
+    for s in range(slots):
+        z = pair_scores[blocks, s, previous]
+        top, previous = z.max(-1, keepdim=True)
+        slot = torch.zeros_like(z).scatter_(1, previous, 1.0)
+        if rule == "sampled":
+            warm = ((z - top) / temperature[:, None]).softmax(-1)
+            drawn = (temperature > 0)[:, None] & (top > -torch.inf)
+            slot = torch.where(drawn, warm, slot)
+            cumulative = slot.cumsum(-1)
+            pick = (cumulative <= uniforms[:, s, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
+            previous = torch.where(drawn & (pick < topk), pick, previous)
+        scores[:, s], probs[:, s] = z, slot
+        previous = previous[:, 0]
+        index[:, s] = previous
+    return index, scores, probs
+
+
+def score_and_walk_torch(
+    out, incoming, anchor, ids, rule, sigma, eps, result, rows=None, temperature=None, random=Randomness(), tokens_out=None, draft_logits=None
+):  # fmt: skip
+    """`score_and_walk` in torch operations."""
+    n, slots, topk = ids.shape
+    live = torch.arange(n, device=ids.device) if rows is None else (rows >= 0).nonzero()[:, 0]
+    row = live if rows is None else rows[live].long()
+    o, i, a = (torch.nn.functional.normalize(x.float(), dim=-1, eps=eps) for x in (out, incoming, anchor))
+    o, i, a = o.view(n, slots, topk, -1)[live], i.view(n, slots, topk, -1)[live], a[live]
+    before = torch.cat((a[:, None, None].expand(-1, 1, topk, -1), o[:, :-1]), 1)
+    pair_scores = sigma * (before @ i.transpose(-1, -2))
+    uniforms = None
+    if rule == "sampled":
+        temperature = temperature.float()[row]
+        uniforms = random.uniforms[live] if random.uniforms is not None else uniforms_torch(random.seeds[row, None], random.positions[live])
+    usable = pair_scores.where(~pair_scores.isnan(), -torch.inf)
+    index, scores, probs = _choose_torch(usable, rule, temperature, uniforms)
+    hopeless = (scores.amax(-1, keepdim=True) == -torch.inf) & (torch.arange(topk, device=ids.device) == 0)
+    scores = scores.masked_fill(hopeless, 0.0)
+    tokens = ids[live].gather(-1, index[..., None])[..., 0]
+    for buffer, value in zip(result, (tokens, index, scores, probs, pair_scores)):
+        buffer[live] = value
+    if tokens_out is not None:
+        tokens_out[live] = tokens
+    if draft_logits is not None:
+        table, cached_ids = draft_logits
+        slot = torch.arange(slots, device=ids.device)[:, None]
+        table[row[:, None, None], slot, cached_ids[row]] = -torch.inf
+        table[row[:, None, None], slot, ids[live]] = scores if rule == "sampled" else probs.log()
+        cached_ids[row] = ids[live]
+    return result
+
+
+def score_and_walk(
+    out: torch.Tensor,
+    incoming: torch.Tensor,
+    anchor: torch.Tensor,
+    ids: torch.Tensor,
+    rule: str,
+    sigma: float,
+    eps: float,
+    result: Walked | None = None,
+    rows: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    random: Randomness = Randomness(),
+    tokens_out: torch.Tensor | None = None,
+    draft_logits: DraftLogits | None = None,
+) -> Walked:
+    """Returns `result` filled with what N blocks commit to under `rule`.
+
+    out, incoming [N*S*K, d]  the candidates' vectors before normalisation, alike in memory; anchor [N, d]; rows at any stride
+    ids [N, S, K] int64       candidate token ids, contiguous
+    rule                      "greedy" | "sampled" | "exact" (Viterbi) | "exact-normalized" (the same on row-log-softmaxed scores); ties go to
+                              the lower rank
+    sigma, eps                the cosine's scale, and the least norm a vector is divided by
+    rows [N] int              each block's state row (any stride); where it is -1 the block is inert: nothing of it is written
+    temperature [R] float32, random   by state row, for "sampled": softmax(z / T); a row with T = 0 is greedy
+    tokens_out [.., S] int64  a second place for the tokens, by block
+    draft_logits              the proposal, by state row: z under "sampled" (before temperature), else 0 at the token; -inf elsewhere
+
+    result.scores holds z and result.probs the proposal; pair_scores the scores themselves, NaN included.
+    Raises ValueError on shapes that do not fit, an unknown rule, or "sampled" without temperature and draws. Paper, Sections 3.2 and 3.5.
+    """
+    n, slots, topk = ids.shape
+    check_shape("out", out, n * slots * topk, -1)
+    check_shape("incoming", incoming, *out.shape)
+    check_shape("anchor", anchor, n, out.shape[1])
+    if rule not in RULES:
+        raise ValueError(f"unknown rule '{rule}'; known are {', '.join(RULES)}")
+    if topk not in (1, 2, 4, 8, 16):
+        raise ValueError(f"a slot must have 1, 2, 4, 8 or 16 candidates, got {topk}")
+    if out.stride() != incoming.stride() or out.stride(1) != 1 or anchor.stride(1) != 1 or not ids.is_contiguous():
+        raise ValueError("out and incoming must lie alike in memory with contiguous rows, and ids must be contiguous")
+    if rows is not None:
+        check_shape("rows", rows, n)
+    if rule == "sampled":
+        if temperature is None:
+            raise ValueError("the sampled rule needs temperature [R]")
+        if random.uniforms is not None:
+            check_shape("uniforms", random.uniforms, n, slots)
+        elif random.seeds is None or random.positions is None:
+            raise ValueError("the sampled rule needs uniforms [N, S], or seeds [R] and positions [N, S]")
+        else:
+            check_shape("positions", random.positions, n, slots)
+    if draft_logits is not None:
+        check_shape("draft_logits.table", draft_logits.table, -1, slots, -1)
+        check_shape("draft_logits.cached_ids", draft_logits.cached_ids, draft_logits.table.shape[0], slots, topk)
+        if draft_logits.table.stride(2) != 1 or not draft_logits.cached_ids.is_contiguous():
+            raise ValueError("draft_logits.table must be contiguous over the vocabulary and cached_ids contiguous")
+    if tokens_out is not None:
+        check_shape("tokens_out", tokens_out, -1, slots)
+    result = Walked.empty(n, slots, topk, out.device) if result is None else result
+    run = _score_and_walk_triton if use_triton(out) else score_and_walk_torch
+    return run(out, incoming, anchor, ids, rule, sigma, eps, result, rows, temperature, random, tokens_out, draft_logits)
