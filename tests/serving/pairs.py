@@ -1,0 +1,169 @@
+"""Small targets and drafters that are right often, made in seconds: what serving is tested with."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_lilicorr.config import DFlashConfig, DraftConfig, LiLiCorrConfig, default_target_layer_ids
+from vllm_lilicorr.model.checkpoint import save_draft
+from vllm_lilicorr.model.draft import Draft
+from vllm_lilicorr.model.lattice import top_candidates
+from vllm_lilicorr.target import load_target, load_tokenizer, tokenizer_hash
+
+HIDDEN, LAYERS, HEAD_DIM, VOCAB, MASK = 64, 6, 32, 320, 300
+CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: every text is encodable, structured output included."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def make_target(folder: Path, *, vocab: int = VOCAB, max_positions: int = 512, seed: int = 0, sharpness: float = 8.0) -> Path:
+    """A random Llama whose next token is mostly decided by the last few: sharp logits, strong residual embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS, head_dim=HEAD_DIM,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=max_positions, rope_theta=10000.0,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=256 if vocab > 256 else None, pad_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                std = 1.0 if "embed" in name else 0.6 / weight.shape[1] ** 0.5
+                weight.normal_(0, std)
+        model.lm_head.weight.normal_(0, sharpness / HIDDEN**0.5)
+        # Ids without a token (the mask among them) and special tokens are never the most probable.
+        model.lm_head.weight[256:] = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    if vocab == VOCAB:
+        make_tokenizer(folder)
+    return folder
+
+
+def draft_config(target: Path, *, block_size: int = 8, topk: int = 4, max_positions: int = 512, plain: bool = False) -> DraftConfig:
+    values = json.loads((target / "config.json").read_text())
+    layers, hidden, vocab = values["num_hidden_layers"], values["hidden_size"], values["vocab_size"]
+    theta = values.get("rope_theta") or values["rope_parameters"]["rope_theta"]
+    hashed = tokenizer_hash(load_tokenizer(target)) if (target / "tokenizer.json").exists() else None
+    head = LiLiCorrConfig(
+        candidate_topk=topk, hidden_size=64, num_layers=2, num_heads=4, mlp_ratio=2.0, factor_dim=64, vector_eps=1e-4,
+        logit_scale=8.0,
+    )  # fmt: skip
+    return DraftConfig(
+        hidden_size=hidden, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=HEAD_DIM,
+        intermediate_size=2 * hidden, vocab_size=vocab, rms_norm_eps=1e-6, max_position_embeddings=max_positions,
+        rope_theta=theta, attention_bias=False, block_size=block_size, num_target_layers=layers,
+        mask_token_id=min(MASK, vocab - 1), target_layer_ids=default_target_layer_ids(layers, 2),
+        head=DFlashConfig() if plain else head, target_name=target.name, tokenizer_hash=hashed,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def generated(target: Path, count: int, length: int, seed: int, prompt: tuple[int, int] = (4, 24)) -> Tensor:
+    """Return [count, length] token ids: random prompts and the target's own greedy continuations."""
+    generator = torch.Generator().manual_seed(seed)
+    loaded = load_target(target)
+    vocab = min(256, loaded.model.config.vocab_size)
+    ids = torch.randint(0, vocab, (count, length), generator=generator)
+    starts = torch.randint(*prompt, (count,), generator=generator)
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=loaded.model.config)
+    for position in range(length - 1):
+        where = torch.full((count, 1), position)
+        logits = loaded.logits(loaded.forward(ids[:, position : position + 1], where, cache=cache).final)[:, 0]
+        follow = position + 1 >= starts
+        ids[:, position + 1] = torch.where(follow, logits.argmax(-1), ids[:, position + 1])
+    return ids
+
+
+def train_draft(target: Path, folder: Path, config: DraftConfig, *, steps: int = 300, seed: int = 0, count: int = 192) -> Path:
+    """Train a drafter on the target's own continuations: cross-entropy per slot, and along the lattice on the oracle prefix."""
+    torch.manual_seed(seed)
+    length = 96
+    ids = generated(target, count, length, seed)
+    loaded = load_target(target, config.target_layer_ids)
+    positions = torch.arange(length).expand(count, -1)
+    taps = loaded.forward(ids, positions).taps
+    vocabulary = loaded.vocabulary
+    draft = Draft(config)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    slots, blocks, rows = config.num_slots, 8, 16
+    for _ in range(steps):
+        pick = torch.randint(0, count, (rows,))
+        anchors = torch.randint(4, length - slots - 1, (rows, blocks))
+        features = draft.backbone.context_features(taps[pick])
+        context = draft.backbone.context_kv(features, positions[pick])
+        visible = positions[pick][:, None] < anchors[..., None]
+        hidden = draft.slot_hidden(ids[pick].gather(1, anchors), anchors, context, visible, vocabulary).flatten(0, 1)
+        gold = ids[pick][torch.arange(rows)[:, None, None], anchors[..., None] + 1 + torch.arange(slots)].flatten(0, 1)
+        logits = vocabulary.logits(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), gold.flatten())
+        if isinstance(config.head, LiLiCorrConfig):
+            candidates, _ = top_candidates(logits.detach(), config.head.candidate_topk)
+            log_probs = logits.log_softmax(-1).gather(-1, candidates)
+            match = candidates == gold[..., None]
+            before = anchors - 1
+            anchor_hidden = features.gather(1, before[..., None].expand(-1, -1, features.shape[-1])).flatten(0, 1)
+            start, pair = draft.head(
+                vocabulary.embed(candidates), log_probs, hidden, anchor_hidden, torch.ones(len(gold), dtype=torch.bool)
+            )
+            label = match.long().argmax(-1)
+            prefix = match.any(-1).long().cumprod(-1).bool()
+            rows_of = pair.gather(2, label[:, :-1, None, None].expand(-1, -1, 1, pair.shape[-1]))[:, :, 0]
+            scores = torch.cat((start[:, None], rows_of), 1)
+            if prefix.any():
+                loss = loss + 0.25 * torch.nn.functional.cross_entropy(scores[prefix], label[prefix])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    save_draft(draft.eval(), folder)
+    return folder
+
+
+def prompts(count: int, seed: int, low: int = 4, high: int = 40, vocab: int = 256) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+if __name__ == "__main__":
+    from vllm_lilicorr.model.checkpoint import load_draft
+    from vllm_lilicorr.reference import ReferenceDecoder, acceptance_length
+
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    began = time.time()
+    target = make_target(root / "target")
+    config = draft_config(target)
+    train_draft(target, root / "draft", config)
+    print(f"made in {time.time() - began:.1f} s")
+    loaded = load_target(target, config.target_layer_ids)
+    decoder = ReferenceDecoder(loaded, load_draft(root / "draft", dtype=torch.float32), "greedy")
+    decoded = decoder.decode(prompts(8, seed=7), 64)
+    print(acceptance_length([a for one in decoded for a in one.accepted]), [one.output_ids[:24] for one in decoded[:3]])
+    print("smallest margins", sorted(m for one in decoded for m in one.margins)[:5])

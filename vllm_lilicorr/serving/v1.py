@@ -1,0 +1,220 @@
+"""Drafting on vLLM's V1 model runner (CPU builds; a GPU with VLLM_USE_V2_MODEL_RUNNER=0): a `DFlashProposer` with a lattice.
+
+The runner hands `propose` the target's hidden states and the accepted lengths of a whole batch. vLLM's proposer writes the
+context keys and runs the block; this subclass remembers the row before each anchor, and turns slot states into a path
+instead of an argmax.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.dflash import DFlashProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from .head import DraftingHead
+from .hooks import served_options
+from .trace import Trace
+
+# Below this vLLM's V1 sampler takes a row for greedy.
+GREEDY_BELOW = 1e-5
+
+
+class LiLiCorrProposer(DFlashProposer):
+    """Drafts along one path through each block's candidate lattice; `take_last_draft_probs` is that path's proposal."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.runner = runner
+        options = served_options(self.draft_model_config.hf_config)
+        self.rule = options["path_rule"]
+        self.limit = options["max_len"]
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        # Draws of requests without a seed. Never torch's global generator: the target samples from that one, and what it
+        # draws must not depend on drafting.
+        seed = (vllm_config.model_config.seed or 0) ^ 0x11117C022
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.trace = Trace.from_environment()
+        self._anchor_hidden: Tensor | None = None
+        self._anchor_positions: Tensor | None = None
+        self._fits: Tensor | None = None
+        self._probs_buffer: Tensor | None = None
+
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        model = self._served()
+        model.check_vocabulary(target_model)
+        self.drafting = DraftingHead(model, self.max_batch_size)
+        # The runner asks whether the longest request of a batch fits and skips drafting for all of them if not, which also
+        # skips writing everyone's context keys, for good. The limit is kept here instead, request by request.
+        if self.runner is not None:
+            self.runner.effective_drafter_max_model_len = sys.maxsize
+
+    def _served(self) -> Any:
+        model = self.model
+        return model.unwrap() if hasattr(model, "unwrap") else model
+
+    def set_inputs_first_pass(
+        self,
+        target_token_ids: Tensor,
+        next_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        token_indices_to_sample: Tensor | None,
+        cad: CommonAttentionMetadata,
+        num_rejected_tokens_gpu: Tensor | None,
+    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
+        num_tokens, indices, block_cad = super().set_inputs_first_pass(
+            target_token_ids, next_token_ids, target_positions, target_hidden_states, token_indices_to_sample, cad,
+            num_rejected_tokens_gpu,
+        )  # fmt: skip
+        batch = cad.batch_size()
+        last = cad.query_start_loc[1 : batch + 1].long() - 1
+        if num_rejected_tokens_gpu is not None:
+            last = last - num_rejected_tokens_gpu[:batch]
+        positions = target_positions[0] if target_positions.ndim > 1 else target_positions
+        self._anchor_positions = positions[last] + 1
+        # Combined features stop before the norm (vLLM fuses it into the context keys); the head's anchor is behind it.
+        self._anchor_hidden = self._served().context_feature(target_hidden_states[last])
+        self._withhold_past_limit(cad, block_cad, batch)
+        return num_tokens, indices, block_cad
+
+    def _withhold_past_limit(self, cad: CommonAttentionMetadata, block_cad: CommonAttentionMetadata, batch: int) -> None:
+        """Find the rows whose block reaches past the drafter's limit, and make their queries inert.
+
+        They write no keys and attend to their context only, so that neither the block table nor another request's keys
+        are touched; what they compute is not used.
+        """
+        width = 1 + self.num_speculative_tokens
+        self._fits = None
+        # `max_seq_len` is on the host and counts rejected tokens too: where even that fits, every row does.
+        if cad.max_seq_len + width <= self.limit:
+            return
+        assert self._anchor_positions is not None
+        self._fits = self._anchor_positions + width <= self.limit
+        past = ~self._fits
+        slots = block_cad.slot_mapping.view(batch, width)
+        slots.masked_fill_(past[:, None], PADDING_SLOT_ID)
+        queries = self._get_positions(batch * width)
+        queries = queries[0] if queries.ndim > 1 else queries
+        queries.clamp_(max=self.max_model_len - 1)
+        # At least as many keys as queries: what no attention kernel expects otherwise.
+        context = (block_cad.seq_lens - width).clamp_min(width).to(block_cad.seq_lens.dtype)
+        block_cad.seq_lens = torch.where(past, context, block_cad.seq_lens)
+        block_cad.max_seq_len = min(block_cad.max_seq_len, self.max_model_len)
+
+    def _sample_draft_tokens(
+        self, hidden_states: Tensor, sampling_metadata: SamplingMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        slots = self.num_speculative_tokens
+        slot_hidden = hidden_states.unflatten(0, (-1, slots))
+        batch = len(slot_hidden)
+        assert self._anchor_hidden is not None
+        # Every row has at least one token behind its anchor: the runner schedules no request without one.
+        valid = torch.ones(batch, dtype=torch.bool, device=hidden_states.device)
+        sampled = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        if not sampled:
+            self._proposal = self.drafting.propose(slot_hidden, self._anchor_hidden, valid, self.rule)
+            return self._proposal.tokens.flatten(), None
+        temperature = sampling_metadata.temperature
+        assert temperature is not None
+        temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature).float()
+        uniforms = self._uniforms(batch, slots, sampling_metadata.generators)
+        self._proposal = self.drafting.propose(
+            slot_hidden, self._anchor_hidden, valid, "sampled", temperature=temperature, uniforms=uniforms
+        )
+        return self._proposal.tokens.flatten(), self._proposal.dense(self.vocab_size).flatten(0, 1)
+
+    def _uniforms(self, batch: int, slots: int, seeded: dict[int, torch.Generator]) -> Tensor:
+        """Return draws [batch, slots]: of a seeded request a function of its seed and the anchor's position alone."""
+        draws = torch.rand(batch, slots, generator=self.generator, device=self.device)
+        if seeded:
+            assert self._anchor_positions is not None
+            positions = self._anchor_positions.tolist()
+            for row, generator in seeded.items():
+                if row < batch:
+                    # `initial_seed` reads the request's seed and draws nothing from its stream.
+                    own = torch.Generator().manual_seed(hash((generator.initial_seed(), positions[row])) % 2**63)
+                    draws[row] = torch.rand(slots, generator=own).to(draws.device)
+        return draws
+
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        token_indices_to_sample: Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: SamplingMetadata,
+        mm_embed_inputs: tuple[list[Tensor], Tensor] | None = None,
+        num_rejected_tokens_gpu: Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> Any:
+        """Return drafts [batch, slots]; where rows are past the limit, a list per request instead, empty for those."""
+        drafts = super().propose(
+            num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids,
+            token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu,
+            slot_mappings,
+        )  # fmt: skip
+        if num_speculative_tokens == 0:
+            return drafts
+        fits = None if self._fits is None else self._fits.tolist()
+        if self.trace is not None:
+            starts = common_attn_metadata.query_start_loc
+            self._record(drafts, fits, starts[1:] - starts[:-1], num_rejected_tokens_gpu)
+        if fits is None or all(fits):
+            return drafts
+        if self.runner is None or not self.runner.use_async_scheduling:
+            return [row if fit else [] for row, fit in zip(drafts.tolist(), fits, strict=True)]
+        return self._null_drafts(drafts)
+
+    def _null_drafts(self, drafts: Tensor) -> Tensor:
+        """Asynchronous scheduling verifies a fixed number of drafts: a withheld row proposes the mask token, with certainty.
+
+        The target never produces it, and whatever it does produce is distributed as without drafts.
+        """
+        assert self._fits is not None
+        past = ~self._fits
+        drafts = drafts.masked_fill(past[:, None], self.parallel_drafting_token_id)
+        if self._last_draft_probs is not None:
+            self._last_draft_probs.masked_fill_(past[:, None, None], 0.0)
+            self._last_draft_probs[:, :, self.parallel_drafting_token_id].masked_fill_(past[:, None], 1.0)
+        return drafts
+
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: dict[str, Tensor] | None = None,
+    ) -> None:
+        super().dummy_run(num_tokens, use_cudagraphs, is_graph_capturing, slot_mappings)
+        # Memory profiling must see the head and its candidates too.
+        batch = max(1, min(self.max_batch_size, num_tokens // (1 + self.num_speculative_tokens)))
+        width = self._served().draft.hidden_size
+        hidden = torch.zeros(batch, self.num_speculative_tokens, width, dtype=self.dtype, device=self.device)
+        self.drafting.propose(hidden, hidden[:, 0], torch.ones(batch, dtype=torch.bool, device=self.device), self.rule)
+
+    def _record(self, drafts: Tensor, fits: list[bool] | None, widths: Tensor, rejected: Tensor | None) -> None:
+        assert self.trace is not None and self._anchor_positions is not None
+        count = len(drafts)
+        # Rows in the middle of a prompt: their drafts are dropped by the scheduler.
+        live = [not unfinished for unfinished in self.runner.discard_request_mask.np[:count].tolist()]
+        verified = (widths - 1).tolist()
+        accepted = (widths - 1 - (0 if rejected is None else rejected[:count])).tolist()
+        self.trace.step(
+            self.runner.input_batch.req_ids[:count],
+            live,
+            self._anchor_positions.tolist(),
+            self._proposal.ids.tolist(),
+            [row if fits is None or fits[i] else [] for i, row in enumerate(drafts.tolist())],
+            [done if asked and rejected is not None else None for asked, done in zip(verified, accepted, strict=True)],
+        )
