@@ -1,0 +1,303 @@
+"""Checkpoints: the public format in both spellings, every way a file can be wrong, and kills while saving."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_lilicorr.check import main as check
+from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.model.checkpoint import INDEX, WEIGHTS, load_draft, save_draft
+
+from .conftest import make_config, make_draft, make_target
+
+
+@pytest.fixture(params=["lilicorr", "dflash"])
+def saved(request, tmp_path):
+    folder = tmp_path / "checkpoint"
+    save_draft(make_draft(make_config(request.param)), folder)
+    return folder
+
+
+@pytest.fixture
+def lilicorr(tmp_path):
+    folder = tmp_path / "checkpoint"
+    save_draft(make_draft(), folder)
+    return folder
+
+
+def rewrite(folder, change):
+    """Apply `change` to the dictionary of tensors on disk."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file(change(tensors) or tensors, folder / WEIGHTS)
+
+
+def edit_config(folder, change):
+    values = json.loads((folder / "config.json").read_text())
+    change(values)
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def states_equal(a, b):
+    return a.state_dict().keys() == b.state_dict().keys() and all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values())
+    )
+
+
+def refusal(folder):
+    """The one sentence with which loading refuses; the command says the same on stderr."""
+    with pytest.raises(UserError) as caught:
+        load_draft(folder)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and str(folder) in sentence
+    with pytest.raises(UserError) as from_command:
+        check([str(folder)])
+    assert str(from_command.value) == sentence
+    return sentence
+
+
+def test_a_round_trip_is_bit_exact_and_byte_stable(saved, tmp_path):
+    first = load_draft(saved)
+    assert first.dtype == torch.bfloat16
+    save_draft(first, tmp_path / "again")
+    assert states_equal(first, load_draft(tmp_path / "again"))
+    for name in (WEIGHTS, "config.json", "README.md"):
+        assert (saved / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_fp32_weights_are_rounded_to_bf16_once(lilicorr):
+    original, loaded = make_draft(), load_draft(lilicorr, dtype=torch.float32)
+    for a, b in zip(original.state_dict().values(), loaded.state_dict().values()):
+        assert torch.equal(a.bfloat16().float(), b)
+
+
+def test_names_are_the_public_ones_and_no_target_weight_is_held(lilicorr):
+    names = set(load_file(lilicorr / WEIGHTS))
+    block = "input_layernorm.weight post_attention_layernorm.weight self_attn.q_proj.weight self_attn.k_proj.weight "
+    block += "self_attn.v_proj.weight self_attn.o_proj.weight self_attn.q_norm.weight self_attn.k_norm.weight "
+    block += "mlp.gate_proj.weight mlp.up_proj.weight mlp.down_proj.weight"
+    tower = "attn_norm.weight attn.in_proj_weight attn.in_proj_bias attn.out_proj.weight attn.out_proj.bias "
+    tower += "mlp_norm.weight mlp.up_proj.weight mlp.up_proj.bias mlp.down_proj.weight mlp.down_proj.bias"
+    linears = "token_proj pass_hidden_proj context_proj feature_norm feature_mlp.up_proj feature_mlp.down_proj "
+    linears += "factor_input_proj out_head in_head anchor_out_head"
+    tables = "slot_embedding rank_embedding relative_slot_bias same_slot_bias output_norm.weight anchor_norm.weight"
+    expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    expected |= {f"layers.{i}.{name}" for i in range(2) for name in block.split()}
+    expected |= {f"lilicorr.layers.{i}.{name}" for i in range(2) for name in tower.split()}
+    expected |= {f"lilicorr.{name}.{part}" for name in linears.split() for part in ("weight", "bias")}
+    expected |= {f"lilicorr.{name}" for name in tables.split()}
+    assert names == expected
+
+
+def test_older_spellings_and_a_model_prefix_are_read(lilicorr):
+    expected = load_draft(lilicorr)
+    old = (
+        (".feature_norm.", ".feature_mlp.0."),
+        (".feature_mlp.up_proj.", ".feature_mlp.1."),
+        (".feature_mlp.down_proj.", ".feature_mlp.3."),
+        (".mlp.up_proj.", ".mlp.0."),
+        (".mlp.down_proj.", ".mlp.2."),
+    )
+
+    def spell(tensors):
+        renamed = {}
+        for name, tensor in tensors.items():
+            if name.startswith("lilicorr."):
+                for new, sequence in old:
+                    name = name.replace(new, sequence)
+            renamed["model." + name] = tensor
+        assert "model.lilicorr.layers.1.mlp.2.bias" in renamed and "model.lilicorr.feature_mlp.0.weight" in renamed
+        return renamed
+
+    rewrite(lilicorr, spell)
+    assert states_equal(load_draft(lilicorr), expected)
+
+
+def shard(folder):
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / WEIGHTS).unlink()
+    return weight_map
+
+
+def test_sharded_checkpoints_load(saved):
+    expected = load_draft(saved)
+    shard(saved)
+    assert states_equal(load_draft(saved), expected)
+
+
+def test_broken_shards_are_named(lilicorr):
+    weight_map = shard(lilicorr)
+    name = sorted(weight_map)[0]
+    (lilicorr / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: "model-00002-of-00002.safetensors"}}))
+    assert name in refusal(lilicorr)
+    (lilicorr / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: "absent.safetensors"}}))
+    assert "absent.safetensors" in refusal(lilicorr)
+    (lilicorr / INDEX).write_text("{}")
+    assert "weight_map" in refusal(lilicorr)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(lilicorr):
+    whole = load_file(lilicorr / WEIGHTS)
+    cases = (
+        ({k: v for k, v in whole.items() if k != "lilicorr.out_head.bias"}, "lacks lilicorr.out_head.bias"),
+        ({k: v for k, v in whole.items() if ".mlp." not in k}, "and 11 more"),
+        (whole | {"lilicorr.extra": torch.zeros(2)}, "holds lilicorr.extra"),
+        (whole | {"norm.weight": torch.ones(47)}, r"norm.weight has shape [47], but config.json calls for [48]"),
+        (whole | {"norm.weight": torch.ones(48, dtype=torch.int8)}, "norm.weight has dtype I8"),
+        (whole | {"model.norm.weight": torch.ones(48)}, "twice"),
+    )
+    for tensors, expected in cases:
+        save_file(tensors, lilicorr / WEIGHTS)
+        assert expected in refusal(lilicorr)
+
+
+def test_truncated_and_foreign_files_are_refused(lilicorr):
+    whole = (lilicorr / WEIGHTS).read_bytes()
+    for content in (whole[:-7], whole[:100], b"", b"not a safetensors file at all"):
+        (lilicorr / WEIGHTS).write_bytes(content)
+        assert "truncated or no safetensors file" in refusal(lilicorr)
+    (lilicorr / WEIGHTS).unlink()
+    assert f"has no {WEIGHTS}" in refusal(lilicorr)
+    (lilicorr / "pytorch_model.bin").write_bytes(b"x")
+    assert "pickle files can run code" in refusal(lilicorr)
+
+
+def test_a_head_under_the_plain_architecture_is_refused(lilicorr):
+    def disguise(values):
+        values["architectures"] = ["DFlashDraftModel"]
+        del values["dflash_config"]["projector_type"]
+
+    edit_config(lilicorr, disguise)
+    sentence = refusal(lilicorr)
+    assert "silently ignore the head" in sentence and '["LiLiCorrDraftModel"]' in sentence
+
+
+def test_a_path_that_is_no_folder_is_refused(lilicorr):
+    assert "is a file" in refusal(lilicorr / "config.json")
+    assert "does not exist" in refusal(lilicorr / "absent")
+
+
+def test_the_model_card_tells_method_target_geometry_and_serving(tmp_path):
+    draft = make_draft(make_config(target_name="Some-Target", tokenizer_hash="f00d"))
+    save_draft(draft, tmp_path / "c")
+    card = (tmp_path / "c" / "README.md").read_text()
+    for expected in ("LiLiCorr", "Some-Target", "f00d", "| block size | 6 (5 drafted) |", "vllm serve", "logit_scale | 8.0"):
+        assert expected in card
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(lilicorr, monkeypatch):
+    before = {p.name: p.read_bytes() for p in lilicorr.iterdir()}
+    for target, name in ((os, "fsync"), (os, "rename")):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
+            patch.setattr(target, name, lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            if name == "rename":
+                save_draft(make_draft(seed=1), lilicorr.parent / "new")
+            else:
+                save_draft(make_draft(seed=1), lilicorr)
+    assert {p.name: p.read_bytes() for p in lilicorr.iterdir()} == before
+    assert [p.name for p in lilicorr.parent.iterdir()] == [lilicorr.name], "leftovers stand beside the checkpoint"
+
+
+SAVER = """
+import sys, torch
+sys.path[:0] = {path!r}
+from tests.core.conftest import make_draft
+from vllm_lilicorr.model.checkpoint import save_draft
+torch.set_num_threads(1)
+drafts = [make_draft(seed=0), make_draft(seed=1)]
+print("ready", flush=True)
+for i in range(10**9):
+    save_draft(drafts[i % 2], {folder!r})
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, pytestconfig):
+    folder = tmp_path / "checkpoint"
+    save_draft(make_draft(seed=0), folder)
+    known = [load_draft(folder)]
+    save_draft(make_draft(seed=1), folder)
+    known.append(load_draft(folder))
+    code = SAVER.format(path=[str(pytestconfig.rootpath)], folder=str(folder))
+    moments = random.Random(0)
+    for _ in range(6):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            time.sleep(moments.uniform(0.0, 0.15))
+            child.send_signal(signal.SIGKILL)
+        assert any(states_equal(load_draft(folder), draft) for draft in known)
+    save_draft(make_draft(seed=0), folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"], "a later save removes what killed ones left"
+
+
+def run_check(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_lilicorr.check", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def tiny_target(tmp_path):
+    """A target folder with a tokenizer of 97 words, the last of them reserved."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "target"
+    make_target(make_config()).model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(96)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<mask>"]})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_check_prints_one_json_object_and_compares_the_target(lilicorr, tiny_target):
+    done = run_check(lilicorr, "--target", tiny_target, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    parameters = found["parameters"]
+    assert parameters["backbone"] + parameters["head"] == parameters["total"]
+    assert parameters["total"] == sum(t.numel() for t in load_file(lilicorr / WEIGHTS).values())
+    assert found["architecture"] == "LiLiCorrDraftModel" and found["geometry"]["block_size"] == 6
+
+
+def test_check_says_in_one_sentence_what_does_not_fit(lilicorr, tiny_target):
+    from vllm_lilicorr.config import DraftConfig
+    from vllm_lilicorr.target import TargetShape, check_fits, load_tokenizer, tokenizer_hash
+
+    config, shape, tokenizer = DraftConfig.load(lilicorr), TargetShape.load(tiny_target), load_tokenizer(tiny_target)
+    assert check_fits(config, shape, tokenizer) == []
+    assert check_fits(replace(config, tokenizer_hash=tokenizer_hash(tokenizer)), shape, tokenizer) == []
+    (warning,) = check_fits(replace(config, target_name="other/model"), shape, tokenizer)
+    assert "other/model" in warning
+    for changes, expected in (
+        ({"hidden_size": 64}, "hidden_size is 64, but the target target has 48"),
+        ({"vocab_size": 96}, "vocab_size is 96"),
+        ({"num_target_layers": 5}, "num_target_layers is 5"),
+        ({"mask_token_id": 7}, "a token that occurs in text"),
+        ({"tokenizer_hash": "0"}, "another tokenizer"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            check_fits(replace(config, **changes), shape, tokenizer)
+
+    edit_config(lilicorr, lambda values: values.update(num_target_layers=9))
+    done = run_check(lilicorr, "--target", tiny_target)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
