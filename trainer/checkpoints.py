@@ -1,0 +1,96 @@
+"""Checkpoints of a run: atomic, exact, the last n kept.
+
+DeepSpeed writes the tensors (fp32 master weights and moments, partitioned as they are); this module decides when a
+folder counts. A checkpoint is written under a hidden name, flushed, and renamed by rank 0 once every rank has finished;
+then `latest` is replaced atomically. A kill or a full disk at any moment leaves the last complete one in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.io import fsync_path, write_file_atomically
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8})")
+
+
+class SaveFailed(UserError):
+    """This rank could not write its part; the other ranks do not know."""
+
+    one_rank = True
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def latest(folder: Path) -> str | None:
+    """Return the name of the checkpoint in force, if any; raises UserError when it is gone."""
+    path = folder / LATEST
+    if not path.exists():
+        return None
+    name = path.read_text().strip()
+    if not (folder / name).is_dir():
+        raise UserError(f"{path}: names {name}, which is not there; write the name of an existing checkpoint into it")
+    return name
+
+
+def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last: int) -> None:
+    """Write the checkpoint of `step` and remove all but the last `keep_last`; all ranks call it together.
+
+    Raises SaveFailed when the disk refuses; `latest` then still names the checkpoint before.
+    """
+    name = checkpoint_name(step)
+    temporary = f".writing-{name}"
+    rank = dist.get_rank()
+    with _as_sentence(folder / name):
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".writing-*"):
+                shutil.rmtree(leftover)
+        dist.barrier()
+        try:
+            engine.save_checkpoint(str(folder), tag=temporary, client_state=state, save_latest=False)
+            for file in (folder / temporary).iterdir():
+                if file.is_file():
+                    fsync_path(file)
+        except BaseException:
+            shutil.rmtree(folder / temporary, ignore_errors=True)
+            raise
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder / name, ignore_errors=True)
+            os.rename(folder / temporary, folder / name)
+            fsync_path(folder)
+            write_file_atomically(folder / LATEST, name + "\n")
+            for old in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))[:-keep_last]:
+                shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _as_sentence(path: Path):  # type: ignore[no-untyped-def]
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch's writer reports a full disk as a RuntimeError.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SaveFailed(
+            f"{path}: the checkpoint cannot be written ({reason}); the one before it stays in force, free space and start again"
+        ) from error
+
+
+def load(engine: Any, folder: Path, name: str) -> None:
+    """Restore the engine from checkpoint `name`, fp32 master weights and moments bit for bit; all ranks call it together."""
+    path, _ = engine.load_checkpoint(str(folder), tag=name)
+    if path is None:
+        raise UserError(f"{folder / name}: DeepSpeed cannot load it; remove the folder and name an earlier one in {folder / LATEST}")

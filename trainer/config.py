@@ -1,0 +1,203 @@
+"""A training run's configuration: every section's type, and how it becomes the drafter's.
+
+Each section's class stands beside what it configures; this module joins them, reads YAML with command-line overrides,
+and derives from the target what the file leaves to it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_lilicorr.config import DraftConfig, default_target_layer_ids
+from vllm_lilicorr.errors import UserError, nearest
+
+from .data import DataConfig
+from .evaluation import EvaluationConfig
+from .objective import OBJECTIVES, HeadSettings, ObjectiveConfig
+from .optim import OptimizerConfig, ScheduleConfig
+from .settings import apply_overrides, digest, parse, read_yaml, require, to_dict
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """path: the target's Hugging Face folder; its embedding, lm_head and (online) its layers are read from there."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The drafter's geometry. What is null is the target's: widths, heads, RoPE base, tapped layers by the usual rule.
+
+    head: which head is trained; its own keys stand in the section `head.NAME`. mask_token_id: an id that no text contains.
+    """
+
+    head: str
+    num_layers: int
+    block_size: int
+    mask_token_id: int
+    num_taps: int = 5
+    target_layer_ids: tuple[int, ...] | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.head in OBJECTIVES, "head", f"must be one of {', '.join(OBJECTIVES)}, got '{self.head}'{nearest(self.head, OBJECTIVES)}")
+        require(self.num_layers >= 1, "num_layers", f"must be at least 1, got {self.num_layers}")
+        require(self.num_taps >= 1, "num_taps", f"must be at least 1, got {self.num_taps}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """output: folder of everything the run writes. batch_size: conversations an optimizer step, over all ranks;
+    micro_batch_size: conversations a rank takes at a time (what is left is gradient accumulation).
+
+    max_steps: null for the paper's rule, floor(N / batch_size) * epochs. stop_after: stop cleanly after this step, with the
+    schedule of max_steps. save_every, keep_last: optimizer steps between checkpoints (and how many stay). precision:
+    bf16 computes in bf16 over fp32 master weights. warm_start: a DFlash or LiLiCorr checkpoint to begin from.
+    """
+
+    output: str
+    seed: int = 0
+    epochs: int = 6
+    batch_size: int = 64
+    micro_batch_size: int = 1
+    max_steps: int | None = None
+    stop_after: int | None = None
+    save_every: int = 1000
+    keep_last: int = 2
+    precision: Literal["bf16", "fp32"] = "bf16"
+    activation_checkpointing: bool = False
+    warm_start: str | None = None
+    tensorboard: bool = True
+    wandb: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "micro_batch_size", "save_every", "keep_last"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        for name in ("max_steps", "stop_after"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, f"must be at least 1 or null, got {value}")
+        require(self.seed >= 0, "seed", f"must not be negative, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """config: the DeepSpeed JSON file, relative to the working directory or to the configuration file.
+
+    universal: resume from a checkpoint converted to DeepSpeed's universal format (after a change of rank count).
+    """
+
+    config: str
+    universal: bool = False
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. `resolved()` is what is saved with every checkpoint, `hash()` its name."""
+
+    target: TargetConfig
+    data: DataConfig
+    draft: DraftSettings
+    head: HeadSettings  # type: ignore[valid-type]
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    evaluation: EvaluationConfig
+    run: RunConfig
+    deepspeed: DeepSpeedConfig
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+        """Return the configuration in YAML file `path` with "key.sub=value" overrides; raises UserError on anything amiss."""
+        values = apply_overrides(read_yaml(path), overrides or [])
+        config = parse(cls, values, str(path))
+        file = Path(config.deepspeed.config)
+        if not file.exists() and (Path(path).parent / file).exists():
+            config = replace(config, deepspeed=replace(config.deepspeed, config=str(Path(path).parent / file)))
+        return config
+
+    def resolved(self) -> dict[str, Any]:
+        """Return every key with its value, defaults included, and the DeepSpeed file's contents."""
+        return to_dict(self) | {"deepspeed_json": self.deepspeed_json()}
+
+    def hash(self) -> str:
+        """Return 16 hex digits that name what decides the numbers of a run: not where it is written, nor when it pauses."""
+        values = self.resolved()
+        for section, key in (
+            *(("run", key) for key in ("output", "stop_after", "save_every", "keep_last", "tensorboard", "wandb")),
+            *(("deepspeed", key) for key in ("config", "universal")),
+        ):
+            del values[section][key]
+        del values["evaluation"]
+        return digest(values)
+
+    def deepspeed_json(self) -> dict[str, Any]:
+        """Return the DeepSpeed file's contents; raises UserError when it cannot be read or sets what the run decides."""
+        path = Path(self.deepspeed.config)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"deepspeed.config: {path} cannot be read ({error.strerror}); see configs/deepspeed/") from None
+        except ValueError as error:
+            raise UserError(f"{path}: is not valid JSON ({error})") from None
+        decided = {
+            "train_batch_size": "run.batch_size",
+            "train_micro_batch_size_per_gpu": "run.micro_batch_size",
+            "gradient_accumulation_steps": "run.batch_size",
+            "gradient_clipping": "optimizer.clip",
+            "optimizer": "the section optimizer",
+            "scheduler": "the section schedule",
+            "fp16": "run.precision",
+        }
+        for key, ours in decided.items():
+            if key in values:
+                raise UserError(f"{path}: {key} is decided by {ours} of the run's configuration; remove it here")
+        return values
+
+    def draft_config(self, target: dict[str, Any], target_name: str, tokenizer_hash: str) -> DraftConfig:
+        """Return the drafter's configuration for a target whose decoded `config.json` is `target`."""
+        draft = self.draft
+        layers = target["num_hidden_layers"]
+        heads = draft.num_attention_heads or target["num_attention_heads"]
+        head_config = OBJECTIVES[draft.head].head_config
+        head = getattr(self.head, draft.head)
+        if head is None:
+            try:
+                head = head_config()
+            except TypeError:
+                raise UserError(f"head.{draft.head} is missing, and draft.head is '{draft.head}'; add the section") from None
+        config = DraftConfig(
+            hidden_size=target["hidden_size"],
+            num_hidden_layers=draft.num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=draft.num_key_value_heads or target.get("num_key_value_heads") or heads,
+            head_dim=draft.head_dim or target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"],
+            intermediate_size=draft.intermediate_size or target["intermediate_size"],
+            vocab_size=target["vocab_size"],
+            rms_norm_eps=target["rms_norm_eps"],
+            max_position_embeddings=draft.max_position_embeddings or target["max_position_embeddings"],
+            rope_theta=_rope_theta(target),
+            attention_bias=False,
+            block_size=draft.block_size,
+            num_target_layers=layers,
+            mask_token_id=draft.mask_token_id,
+            target_layer_ids=draft.target_layer_ids or default_target_layer_ids(layers, draft.num_taps),
+            head=head,
+            target_name=target_name,
+            tokenizer_hash=tokenizer_hash,
+        )
+        return DraftConfig.from_dict(config.to_dict(), "the configuration's sections draft and head")
+
+
+def _rope_theta(target: dict[str, Any]) -> float:
+    theta = target.get("rope_theta") or (target.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None:
+        raise UserError("the target's config.json has neither rope_theta nor rope_parameters.rope_theta; add its RoPE base")
+    return float(theta)

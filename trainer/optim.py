@@ -1,0 +1,61 @@
+"""The optimizer and the learning rate, which is a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from .settings import require
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (paper, Table 4). clip: the largest gradient norm."""
+
+    lr: float = 6e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "lr", f"must be positive, got {self.lr}")
+        require(self.clip > 0, "clip", f"must be positive, got {self.clip}")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, name, f"must lie in [0, 1), got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Linear warmup over `warmup` of the steps, then a linear or cosine decay to `floor` of the peak."""
+
+    kind: Literal["linear", "cosine"] = "linear"
+    warmup: float = 0.04
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.warmup < 1, "warmup", f"is a share of the steps in [0, 1), got {self.warmup}")
+        require(0 <= self.floor <= 1, "floor", f"is a share of the learning rate in [0, 1], got {self.floor}")
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return AdamW over `parameters`. DeepSpeed puts the fp32 master weights in their place."""
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def learning_rate(step: int, max_steps: int, peak: float, config: ScheduleConfig) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0."""
+    warmup = math.ceil(config.warmup * max_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(max_steps - warmup, 1)
+    share = 1 - progress if config.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (config.floor + (1 - config.floor) * share)
