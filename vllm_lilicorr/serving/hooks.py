@@ -84,6 +84,7 @@ RELIED_ON = (
     _symbol("v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator.draft_logits_spec", "self vllm_config"),
     _symbol("model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", "self weights"),
     _symbol("model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.combine_hidden_states", "self hidden_states"),
+    _symbol("model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", "self all_k"),
     _symbol(
         "model_executor.layers.logits_processor",
         "LogitsProcessor.forward",

@@ -10,7 +10,8 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.platforms import current_platform
 
 from ..config import DraftConfig
 from ..errors import UserError
@@ -19,8 +20,21 @@ from ..model.heads.lilicorr import LiLiCorrHead
 from .hooks import served_options
 
 
+class ServedBackbone(DFlashQwen3Model):
+    """vLLM's backbone, its context keys normed by each layer's own weight on the CPU too."""
+
+    def _normalize_context_k(self, all_k: Tensor) -> Tensor:
+        if not current_platform.is_cpu():
+            return super()._normalize_context_k(all_k)
+        # vLLM norms all layers in one call with a weight row per layer. Its CPU operator takes the first row for all of
+        # them, so that every layer but the first would see wrong keys.
+        return torch.stack([layer.self_attn.k_norm(k) for layer, k in zip(self.layers, all_k, strict=True)])
+
+
 class ServedLiLiCorr(DFlashQwen3ForCausalLM):
     """Paged context, tensor parallelism and the block's forward pass are vLLM's; `head` is the class the trainer trains."""
+
+    model_cls = ServedBackbone
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
