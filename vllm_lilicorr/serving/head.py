@@ -29,8 +29,20 @@ class DraftingHead:
             self._heads[num_slots] = build_head(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
         return self._heads[num_slots]
 
-    def propose(self, slot_hidden: Tensor, anchor_hidden: Tensor, anchor_valid: Tensor, rule: str, **options: Any) -> Any:
-        """Return the proposal of N blocks from slot_hidden [N, S, H]; options as `FusedLiLiCorrHead.propose`."""
+    def propose(
+        self,
+        slot_hidden: Tensor,
+        anchor_hidden: Tensor,
+        anchor_valid: Tensor,
+        rule: str,
+        withheld: Tensor | None = None,
+        null_token: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Return the proposal of N blocks from slot_hidden [N, S, H]; options as `FusedLiLiCorrHead.propose`.
+
+        Blocks marked in withheld [N] bool propose `null_token` in every slot, and nothing else.
+        """
         model, head = self.model, self._head(slot_hidden.shape[1])
         logits = model.shard_logits(slot_hidden.flatten(0, 1))
         if model.tp_size == 1:
@@ -38,6 +50,9 @@ class DraftingHead:
         else:
             packed = head.shard_candidates(logits, vocab_start=model.shard_start, vocab_size=model.shard_size)
             ids, _ = head.merge_candidates(model.gather_shards(packed))
+        if withheld is not None:
+            # K times the same candidate: whatever is scored and walked, the path and the proposal are that token's.
+            ids.masked_fill_(withheld[:, None, None], null_token)
         embedding = model.plain_embedding()
         if embedding is None:
             options["token_embeddings"] = model.embed_candidates(ids)
