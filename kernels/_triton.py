@@ -34,9 +34,10 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Returns whether an operation on `tensor` runs as a kernel: CUDA tensors do, CPU tensors only in the interpreter.
 
+    Meta tensors stand for CUDA ones where kernels are compiled without a device (`python -m vllm_lilicorr.bench resources`).
     Raises RuntimeError for a CUDA tensor where Triton is not installed.
     """
-    if not tensor.is_cuda:
+    if not (tensor.is_cuda or tensor.is_meta):
         return INTERPRETED
     if not HAS_TRITON:
         raise RuntimeError("the head's CUDA kernels need the 'triton' package, which cannot be imported; install it or run on the CPU")

@@ -15,13 +15,15 @@ from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
 
 @triton.jit
 def _anchor_operand_kernel(
-    x_ptr, offset_ptr, weight_ptr, eps, anchor_ptr, anchor_stride, out_ptr, nodes, width, BLOCK: tl.constexpr,
+    x_ptr, offset_ptr, weight_ptr, eps, anchor_ptr, anchor_stride, out_ptr, nodes, width,
+    HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = column < width
     anchor = tl.load(anchor_ptr + row // nodes * anchor_stride + column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(offset_ptr + column, mask=mask, other=0.0)
+    if HAS_OFFSET:
+        x += tl.load(offset_ptr + column, mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
     y = x * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     out_ptr += row * 2 * width + column
@@ -33,8 +35,8 @@ def _anchor_operand_triton(x, offset, weight, eps, anchor, out):
     rows, width = x.shape
     block = next_power_of_2(width)
     _anchor_operand_kernel[(rows,)](
-        x, offset, weight, eps, anchor, anchor.stride(0), out, rows // anchor.shape[0], width,
-        BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+        x, x if offset is None else offset, weight, eps, anchor, anchor.stride(0), out, rows // anchor.shape[0], width,
+        HAS_OFFSET=offset is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
     )  # fmt: skip
     return out
 
@@ -43,22 +45,24 @@ def anchor_operand_torch(x, offset, weight, eps, anchor, out):
     """`anchor_operand` in torch operations."""
     n, width = anchor.shape
     left, right = out.view(n, -1, 2 * width).split(width, dim=-1)
-    left.copy_(torch.nn.functional.rms_norm(x + offset.to(x.dtype), (width,), weight, eps).view_as(left))
+    x = x if offset is None else x + offset.to(x.dtype)
+    left.copy_(torch.nn.functional.rms_norm(x, (width,), weight, eps).view_as(left))
     torch.mul(left, anchor[:, None], out=right)
     return out
 
 
 def anchor_operand(
-    x: torch.Tensor, offset: torch.Tensor, weight: torch.Tensor, eps: float, anchor: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor, offset: torch.Tensor | None, weight: torch.Tensor, eps: float, anchor: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
     """Returns `out` [n*L, 2W] filled with [y, y * a], y = RMSNorm(x + offset) * weight and a the row's block's anchor.
 
-    x [n*L, W] contiguous; offset [W] float32 (`rms_norm`); weight [W]; anchor [n, W], rows at any stride; out contiguous.
+    x [n*L, W] contiguous; offset [W] float32 or None (`rms_norm`); weight [W]; anchor [n, W], rows at any stride; out contiguous.
     Raises ValueError on shapes that do not fit.
     """
     n, width = anchor.shape
     check_shape("x", x, -1, width)
-    check_shape("offset", offset, width)
+    if offset is not None:
+        check_shape("offset", offset, width)
     check_shape("weight", weight, width)
     check_shape("out", out, x.shape[0], 2 * width)
     if x.shape[0] % n or not (x.is_contiguous() and out.is_contiguous()):

@@ -65,27 +65,8 @@ class Walked(NamedTuple):
 
 
 @triton.jit
-def _best(values, K: tl.constexpr):
-    """(maximum, its lowest index) of [K] without NaN."""
-    rank = tl.arange(0, K)
-    top = tl.max(values, axis=0)
-    return top, tl.min(tl.where(values == top, rank, K - 1), axis=0)
-
-
-@triton.jit
-def _usable(scores):
-    return tl.where(scores == scores, scores, float("-inf"))
-
-
-@triton.jit
-def _with_rank_0(z, top, K: tl.constexpr):
-    """z [K], or (0, -inf, ..) where nothing in it is above -inf (top)."""
-    return tl.where(top == float("-inf"), tl.where(tl.arange(0, K) == 0, 0.0, z), z)
-
-
-@triton.jit
-def _log_softmax_rows(scores):
-    """Row-wise log-softmax of [K, K]; a row with nothing finite stays -inf."""
+def _log_softmax(scores):
+    """Log-softmax over the last dimension of [K, K]; a row with nothing finite stays -inf."""
     top = tl.max(scores, axis=1)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
@@ -101,34 +82,6 @@ def _uniform(seed, position):
     bits, _, _, _ = tl.philox(key, low, high, zero + 0x4C694C69, zero)
     bits = bits.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -bits - 1, bits).to(tl.float32) * 4.6566127342e-10
-
-
-@triton.jit
-def _emit(
-    block, slot, row, index, scores, probs, entries, ids_ptr, tokens_ptr, tokens_out_ptr, tokens_out_stride, index_ptr, scores_ptr, probs_ptr,
-    table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, slots,
-    K: tl.constexpr, HAS_TOKENS_OUT: tl.constexpr, HAS_TABLE: tl.constexpr,
-):  # fmt: skip
-    """Writes what slot `slot` of a block committed."""
-    rank = tl.arange(0, K)
-    at = (block * slots + slot) * K + rank
-    ids = tl.load(ids_ptr + at)
-    token = tl.sum(tl.where(rank == index, ids, 0), axis=0)
-    tl.store(tokens_ptr + block * slots + slot, token)
-    tl.store(index_ptr + block * slots + slot, index.to(tl.int64))
-    tl.store(scores_ptr + at, scores)
-    tl.store(probs_ptr + at, probs)
-    if HAS_TOKENS_OUT:
-        tl.store(tokens_out_ptr + block * tokens_out_stride + slot, token)
-    if HAS_TABLE:
-        cached_at = cached_ids_ptr + (row * slots + slot) * K + rank
-        old = tl.load(cached_at)
-        # An id both old and new is not cleared, so no address is written twice and the order of the stores is free.
-        stale = tl.sum((old[:, None] == ids[None, :]).to(tl.int32), axis=1) == 0
-        table_ptr += row * table_row_stride + slot * table_slot_stride
-        tl.store(table_ptr + old, float("-inf"), mask=stale)
-        tl.store(table_ptr + ids, entries)
-        tl.store(cached_at, ids)
 
 
 @triton.jit
@@ -175,72 +128,91 @@ def _score_and_walk_kernel(
         return
     tl.store(arrivals_ptr + block, 0)
 
-    rank = tl.arange(0, K)
-    square = rank[:, None] * K + rank[None, :]
+    # From here on all slots at once, [SLOT_PAD, K(, K)]. Only the path itself is followed step by step, over a table of successors.
+    slots, rank = tl.arange(0, SLOT_PAD), tl.arange(0, K)
+    real_slot = slots < SLOTS
+    at = slots[:, None, None] * K * K + rank[None, :, None] * K + rank[None, None, :]
+    scores = tl.load(pair_scores_ptr + at, mask=real_slot[:, None, None], other=float("-inf"), cache_modifier=".cg")
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    path, before = tl.zeros([SLOT_PAD], tl.int32), tl.zeros([SLOT_PAD], tl.int32)  # taken here, and in the slot before
     if RULE == 0 or RULE == 1:
-        temperature = 0.0
+        top = tl.max(scores, axis=2)
+        scores = tl.where(top[:, :, None] == float("-inf"), tl.where(rank[None, None, :] == 0, 0.0, float("-inf")), scores)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        successor = tl.min(tl.where(scores == top[:, :, None], rank[None, None, :], K - 1), axis=2)
         if RULE == 1:
             temperature = tl.load(temperature_ptr + row).to(tl.float32)
+            warm = temperature > 0
+            weights = tl.exp((scores - top[:, :, None]) / tl.where(warm, temperature, 1.0))
+            probs = weights / tl.sum(weights, axis=2)[:, :, None]
+            if HAS_UNIFORMS:
+                u = tl.load(uniforms_ptr + block * uniforms_stride + slots, mask=real_slot, other=0.0)
+            else:
+                u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + block * positions_stride + slots, mask=real_slot, other=0))
+            # Inverse of the cumulative distribution. A draw that rounding puts at the total takes the most probable one.
+            cumulative = tl.cumsum(probs, axis=2)
+            total = tl.max(cumulative, axis=2)
+            pick = tl.sum((cumulative <= (u[:, None] * total)[:, :, None]).to(tl.int32), axis=2)
+            probs = tl.where(warm, probs, tl.where(rank[None, None, :] == successor[:, :, None], 1.0, 0.0))
+            successor = tl.where(warm, tl.where(pick < K, pick, successor), successor)
         previous = 0
-        for s in tl.static_range(SLOTS):
-            # The whole [K, K] patch, not the row: its address waits for no decision, so all loads are in flight at once.
-            patch = _usable(tl.load(pair_scores_ptr + s * K * K + square, cache_modifier=".cg"))
-            z = tl.sum(tl.where(rank[:, None] == previous, patch, 0.0), axis=0)
-            top, index = _best(z, K)
-            z = _with_rank_0(z, top, K)
-            top = tl.max(z, axis=0)
-            probs = tl.where(rank == index, 1.0, 0.0)
-            if RULE == 1:
-                if temperature > 0:
-                    weights = tl.exp((z - top) / temperature)
-                    probs = weights / tl.sum(weights, axis=0)
-                    if HAS_UNIFORMS:
-                        u = tl.load(uniforms_ptr + block * uniforms_stride + s)
-                    else:
-                        u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + block * positions_stride + s))
-                    # Inverse of the cumulative distribution. A draw that rounding puts at the total takes the most probable one.
-                    cumulative = tl.cumsum(probs, axis=0)
-                    total = tl.max(cumulative, axis=0)
-                    pick = tl.sum((cumulative <= u * total).to(tl.int32), axis=0)
-                    index = tl.where(pick < K, pick, index)
-            # The verifier divides the entries by the temperature and normalises them. A committed argmax is a point mass.
-            entries = z if RULE == 1 else tl.where(rank == index, 0.0, float("-inf"))
-            _emit(
-                block, s, row, index, z, probs, entries, ids_ptr, tokens_ptr, tokens_out_ptr, tokens_out_stride, index_ptr, scores_ptr,
-                probs_ptr, table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, SLOTS, K, HAS_TOKENS_OUT, HAS_TABLE,
-            )  # fmt: skip
+        for s in range(SLOTS):
+            here = tl.sum(tl.where(slots[:, None] == s, successor, 0), axis=0)
+            index = tl.sum(tl.where(rank == previous, here, 0), axis=0)
+            before = tl.where(slots == s, previous, before)
+            path = tl.where(slots == s, index, path)
             previous = index
     else:
-        # Viterbi. back[s, k]: the best predecessor of candidate k of slot s.
-        patch = _usable(tl.load(pair_scores_ptr + square, cache_modifier=".cg"))
-        if RULE == 3:
-            patch = _log_softmax_rows(patch)
-        best = tl.max(patch, axis=0)  # slot 0's rows are alike
-        lanes = tl.arange(0, SLOT_PAD)
+        # Viterbi. back[s, k]: the best predecessor, in slot s-1, of candidate k of slot s.
         back = tl.zeros([SLOT_PAD, K], tl.int32)
-        for s in tl.static_range(1, SLOTS):
-            patch = _usable(tl.load(pair_scores_ptr + s * K * K + square, cache_modifier=".cg"))
+        best = tl.zeros([K], tl.float32)
+        for s in range(SLOTS):
+            patch = tl.sum(tl.where(slots[:, None, None] == s, scores, 0.0), axis=0)
             if RULE == 3:
-                patch = _log_softmax_rows(patch)
-            through = best[:, None] + patch
+                patch = _log_softmax(patch)
+            through = best[:, None] + patch  # slot 0's rows are alike, so its first is as good as any
             best = tl.max(through, axis=0)
             from_ = tl.min(tl.where(through == best[None, :], rank[:, None], K - 1), axis=0)
-            back = tl.where(lanes[:, None] == s, from_[None, :], back)
-        _, index = _best(best, K)
-        for t in tl.static_range(SLOTS):
+            back = tl.where(slots[:, None] == s, tl.where(s == 0, 0, from_)[None, :], back)
+        index = tl.min(tl.where(best == tl.max(best, axis=0), rank, K - 1), axis=0)
+        for t in range(SLOTS):
             s = SLOTS - 1 - t
-            here = tl.sum(tl.where(lanes[:, None] == s, back, 0), axis=0)
+            here = tl.sum(tl.where(slots[:, None] == s, back, 0), axis=0)
             previous = tl.sum(tl.where(rank == index, here, 0), axis=0)
-            patch = _usable(tl.load(pair_scores_ptr + s * K * K + square, cache_modifier=".cg"))
-            z = tl.sum(tl.where(rank[:, None] == previous, patch, 0.0), axis=0)
-            z = _with_rank_0(z, tl.max(z, axis=0), K)
-            probs = tl.where(rank == index, 1.0, 0.0)
-            entries = tl.where(rank == index, 0.0, float("-inf"))
-            _emit(
-                block, s, row, index, z, probs, entries, ids_ptr, tokens_ptr, tokens_out_ptr, tokens_out_stride, index_ptr, scores_ptr,
-                probs_ptr, table_ptr, table_row_stride, table_slot_stride, cached_ids_ptr, SLOTS, K, HAS_TOKENS_OUT, HAS_TABLE,
-            )  # fmt: skip
+            before = tl.where(slots == s, previous, before)
+            path = tl.where(slots == s, index, path)
             index = previous
+
+    z = tl.sum(tl.where(rank[None, :, None] == before[:, None, None], scores, 0.0), axis=1)
+    z = tl.where((tl.max(z, axis=1) == float("-inf"))[:, None], tl.where(rank[None, :] == 0, 0.0, float("-inf")), z)
+    taken = rank[None, :] == path[:, None]
+    # The verifier divides the entries by the temperature and normalises them. A committed argmax is a point mass.
+    entries = tl.where(taken, 0.0, float("-inf"))
+    if RULE == 1:
+        entries = z
+        probs = tl.sum(tl.where(rank[None, :, None] == before[:, None, None], probs, 0.0), axis=1)
+    else:
+        probs = tl.where(taken, 1.0, 0.0)
+
+    slot_at = block * SLOTS + slots
+    at, mask = slot_at[:, None] * K + rank[None, :], real_slot[:, None] & (rank[None, :] < K)
+    ids = tl.load(ids_ptr + at, mask=mask, other=0)
+    tokens = tl.sum(tl.where(taken, ids, 0), axis=1)
+    tl.store(tokens_ptr + slot_at, tokens, mask=real_slot)
+    tl.store(index_ptr + slot_at, path.to(tl.int64), mask=real_slot)
+    tl.store(scores_ptr + at, z, mask=mask)
+    tl.store(probs_ptr + at, probs, mask=mask)
+    if HAS_TOKENS_OUT:
+        tl.store(tokens_out_ptr + block * tokens_out_stride + slots, tokens, mask=real_slot)
+    if HAS_TABLE:
+        cached_at = cached_ids_ptr + (row * SLOTS + slots[:, None]) * K + rank[None, :]
+        old = tl.load(cached_at, mask=mask, other=0)
+        # An id both old and new is not cleared, so no address is written twice and the order of the stores is free.
+        kept = tl.sum((old[:, :, None] == ids[:, None, :]).to(tl.int32), axis=2)
+        table_at = table_ptr + row * table_row_stride + slots[:, None] * table_slot_stride
+        tl.store(table_at + old, float("-inf"), mask=mask & (kept == 0))
+        tl.store(table_at + ids, entries, mask=mask)
+        tl.store(cached_at, ids, mask=mask)
 
 
 def _stride(tensor: torch.Tensor | None) -> int:

@@ -6,7 +6,7 @@ matrix products. It runs on CUDA with the Triton kernels of `vllm_lilicorr.kerne
 
     CUDA graph, or interpreted engine            eager CPU engine
     ---------------------------------            ----------------
-    fused.candidates(logits)                     fused.candidates(logits)
+    fused.candidates(logits)                     fused.candidates_from_hidden(slot_hidden, lm_head)
     fused.propose(..., rule="sampled",           fused.propose(..., rule="sampled",
         rows=req_state_of_each_block,                temperature=temperature,
         temperature=per_state, seeds=per_state,      uniforms=torch.rand(N, S, generator=...))
@@ -22,10 +22,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from vllm_lilicorr.kernels._triton import check_shape, use_triton
+from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
+from vllm_lilicorr.kernels.bias_silu import bias_silu
+from vllm_lilicorr.kernels.lattice_attention import lattice_attention
+from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
+from vllm_lilicorr.kernels.linear import PackedLinear
+from vllm_lilicorr.kernels.rms_norm import rms_norm
+from vllm_lilicorr.kernels.score_and_walk import DraftLogits, Randomness, Walked, score_and_walk
+from vllm_lilicorr.kernels.topk_logprobs import merge_topk, topk_logprobs, topk_shard
 from vllm_lilicorr.model.heads.lilicorr import LiLiCorrHead
+
+_CHUNK = 32  # blocks the tower takes at a time: enough to fill a GPU, and what bounds the workspace
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,24 @@ class FusedProposal:
 
     def dense(self, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns probs as [N, S, vocab_size] float32, zero off the candidates (a fresh tensor, or `out` overwritten)."""
-        raise NotImplementedError
+        shape = (*self.tokens.shape, vocab_size)
+        out = self.probs.new_zeros(shape) if out is None else out.zero_()
+        check_shape("out", out, *shape)
+        return out.scatter_(-1, self.ids, self.probs)
+
+
+class _Layer(NamedTuple):
+    """One tower layer, laid out. The offsets are the biases the residual stream lacks where each norm reads it (None on the CPU, whose
+    products add them)."""
+
+    attn_norm: torch.Tensor
+    attn_offset: torch.Tensor | None
+    qkv: PackedLinear
+    out: PackedLinear
+    mlp_norm: torch.Tensor
+    mlp_offset: torch.Tensor | None
+    up: PackedLinear
+    down: PackedLinear
 
 
 class FusedLiLiCorrHead:
@@ -71,33 +102,177 @@ class FusedLiLiCorrHead:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        raise NotImplementedError
+        own = head.slot_embedding
+        self.device = torch.device(own.device if device is None else device)
+        self.dtype = own.dtype if dtype is None else dtype
+        self.num_slots = head.max_slots if num_slots is None else num_slots
+        self.max_blocks = max_blocks
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"the serving head computes in bfloat16, float16 or float32, not {self.dtype}")
+        if not 1 <= self.num_slots <= head.max_slots:
+            raise ValueError(f"num_slots must lie in 1..{head.max_slots} (the trained block), got {self.num_slots}")
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be positive, got {max_blocks}")
+        config = head.config
+        self.topk, self.width, self.factor_dim = config.candidate_topk, config.hidden_size, config.factor_dim
+        self.num_heads, self.hidden = config.num_heads, head.pass_hidden_proj.in_features
+        self.sigma, self.vector_eps, self.norm_eps = config.logit_scale, config.vector_eps, head.output_norm.eps
+        with torch.inference_mode(False), torch.no_grad():
+            self._lay_out(head)
+            self._allocate()
+        self._vocab_size = 0  # of the candidates at hand
 
-    def candidates(
-        self, logits: torch.Tensor, *, vocab_size: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lay_out(self, head: LiLiCorrHead) -> None:
+        """Copies the weights into the shapes the products and kernels read."""
+
+        def ours(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to(self.device, self.dtype, copy=True).contiguous()
+
+        def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+            return PackedLinear(ours(weight), None if bias is None else ours(bias))
+
+        # Where kernels run, the residual stream is kept without the biases of what is added to it; the norms add their sum.
+        self.kernels = use_triton(torch.empty(0, device=self.device))
+        lacking = torch.zeros(self.width, dtype=torch.float32, device=self.device)
+
+        def residual(module: nn.Linear) -> PackedLinear:
+            if self.kernels:
+                lacking.add_(module.bias.detach().to(self.device, torch.float32))
+            return linear(module.weight, None if self.kernels else module.bias)
+
+        def offset() -> torch.Tensor | None:
+            return lacking.clone() if self.kernels else None
+
+        token_proj, down = head.token_proj, head.feature_mlp.down_proj
+        projected = isinstance(token_proj, nn.Linear)
+        self.operand_size = self.width + (self.hidden if projected else 0)
+        node_weights = ([token_proj.weight] if projected else []) + [down.weight]
+        node_bias = down.bias.float() + (token_proj.bias.float() if projected else 0.0)
+        positions = head.slot_embedding[0, 0].float() + head.rank_embedding[0, 0].float() + node_bias
+        self.positions = ours(positions.flatten(0, 1))
+        self.node = linear(torch.cat(node_weights, dim=1), None)
+        self.features = FeatureWeights(
+            ours(head.feature_norm.weight), ours(head.feature_norm.bias),
+            ours(head.feature_mlp.up_proj.weight.t()), ours(head.feature_mlp.up_proj.bias),
+        )  # fmt: skip
+        self.slot_states = linear(head.pass_hidden_proj.weight, head.pass_hidden_proj.bias)
+
+        self.relative_slot_bias, self.same_slot_bias = ours(head.relative_slot_bias), ours(head.same_slot_bias)
+        self.layers = []
+        for layer in head.layers:
+            attn_offset, out = offset(), residual(layer.attn.out_proj)
+            mlp_offset, down = offset(), residual(layer.mlp.down_proj)
+            self.layers.append(
+                _Layer(
+                    ours(layer.attn_norm.weight), attn_offset, linear(layer.attn.in_proj_weight, layer.attn.in_proj_bias), out,
+                    ours(layer.mlp_norm.weight), mlp_offset, linear(layer.mlp.up_proj.weight, layer.mlp.up_proj.bias), down,
+                )
+            )  # fmt: skip
+        self.output_norm, self.output_offset = ours(head.output_norm.weight), offset()
+
+        self.context = linear(head.context_proj.weight, head.context_proj.bias)
+        self.anchor_norm = ours(head.anchor_norm.weight)
+        of_node, of_anchor, of_product = head.factor_input_proj.weight.split(self.width, dim=1)
+        # [W_a; anchor_out_head]: both read the anchor's state. The fusion's bias rides along.
+        self.anchor = linear(
+            torch.cat((of_anchor, head.anchor_out_head.weight)), torch.cat((head.factor_input_proj.bias, head.anchor_out_head.bias))
+        )
+        self.fusion = linear(torch.cat((of_node, of_product), dim=1), None)
+        self.vectors = linear(
+            torch.cat((head.out_head.weight, head.in_head.weight)), torch.cat((head.out_head.bias, head.in_head.bias))
+        )
+
+    def _allocate(self) -> None:
+        """Allocates what a call returns, for max_blocks blocks, and the tower's workspace, for one chunk of them."""
+        n, slots, topk = self.max_blocks, self.num_slots, self.topk
+        self._ids = torch.zeros(n, slots, topk, dtype=torch.int64, device=self.device)
+        self._log_probs = torch.zeros(n, slots, topk, dtype=torch.float32, device=self.device)
+        self._walked = Walked.empty(n, slots, topk, self.device)
+        chunk = min(n, _CHUNK)
+        rows, mlp = chunk * slots * topk, self.layers[0].up.out_features if self.layers else 0
+
+        def buffer(*shape: int) -> torch.Tensor:
+            return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+        self._operand, self._stream = buffer(rows, self.operand_size), buffer(rows, self.width)
+        self._fused = buffer(rows, 2 * self.width)
+        if self.kernels:
+            self._slot_states, self._context, self._anchor_state = (buffer(r, self.width) for r in (chunk * slots, chunk, chunk))
+            self._anchor = buffer(chunk, self.width + self.factor_dim)
+            self._normed, self._attended = buffer(rows, self.width), buffer(rows, self.width)
+            self._qkv, self._mlp, self._vectors = buffer(rows, 3 * self.width), buffer(rows, mlp), buffer(rows, 2 * self.factor_dim)
+
+    def _rows(self, name: str, rows: int) -> torch.Tensor | None:
+        """Returns the leading `rows` of a workspace buffer; None on the CPU, whose products return their own."""
+        return getattr(self, name)[:rows] if self.kernels else None
+
+    # --- candidates -------------------------------------------------------------------------------------------------
+
+    def candidates(self, logits: torch.Tensor, *, vocab_size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the top-K of each slot, ids [N, S, K] int64 and full-vocabulary log-probabilities [N, S, K] float32 (static).
 
         logits [N*S, C >= vocab_size], bf16/fp16/fp32, last dimension contiguous; columns from `vocab_size` on are ignored (padding).
         Ties go to the lower id.
         """
-        raise NotImplementedError
+        n = self._blocks_of("logits", logits)
+        self._vocab_size = logits.shape[1] if vocab_size is None else vocab_size
+        topk_logprobs(logits, self.topk, vocab_size, self._flat_candidates(0, n))
+        return self._ids[:n], self._log_probs[:n]
 
     def candidates_from_hidden(
-        self, slot_hidden: torch.Tensor, lm_head: torch.Tensor | Callable[[torch.Tensor], torch.Tensor], *, vocab_size: int | None = None
+        self,
+        slot_hidden: torch.Tensor,
+        lm_head: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
+        *,
+        vocab_size: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `candidates` does, from slot_hidden [N, S, H] and the output head, a weight [C, H] or a callable
         [rows, H] -> logits [rows, C]; never holds the logits of more than a few dozen blocks."""
-        raise NotImplementedError
+        n = slot_hidden.shape[0]
+        check_shape("slot_hidden", slot_hidden, -1, self.num_slots, self.hidden)
+        self._check_blocks("slot_hidden", n)
+        for start in range(0, n, _CHUNK):
+            stop = min(start + _CHUNK, n)
+            rows = slot_hidden[start:stop].flatten(0, 1)
+            logits = F.linear(rows.to(lm_head.dtype), lm_head) if isinstance(lm_head, torch.Tensor) else lm_head(rows)
+            topk_logprobs(logits, self.topk, vocab_size, self._flat_candidates(start, stop))
+            self._vocab_size = logits.shape[1] if vocab_size is None else vocab_size
+        return self._ids[:n], self._log_probs[:n]
 
     def shard_candidates(self, logits: torch.Tensor, *, vocab_start: int, vocab_size: int | None = None) -> torch.Tensor:
         """Returns one vocabulary shard's candidates as a packed [N*S, 2K+1] float32 tensor (bit patterns of K ids, K logits, the
-        shard's log-sum-exp): all-gather it over the tensor-parallel ranks and hand [R, N*S, 2K+1] to `merge_candidates`."""
-        raise NotImplementedError
+        shard's log-sum-exp): all-gather it over the tensor-parallel ranks and hand [R, N*S, 2K+1] to `merge_candidates`.
 
-    def merge_candidates(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits [N*S, C]: the shard's columns, column c being token vocab_start + c; `vocab_size` of them are real.
+        """
+        self._blocks_of("logits", logits)
+        ids, values, lse = topk_shard(logits, self.topk, vocab_start, vocab_size)
+        return torch.cat((ids.int().view(torch.float32), values, lse[:, None]), dim=1)
+
+    def merge_candidates(self, gathered: torch.Tensor, *, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `candidates` would return on the whole vocabulary, from the gathered shards [R, N*S, 2K+1]."""
-        raise NotImplementedError
+        check_shape("gathered", gathered, -1, -1, 2 * self.topk + 1)
+        n = self._blocks_of("gathered", gathered[0])
+        ids, values, lse = gathered.split((self.topk, self.topk, 1), dim=-1)
+        merge_topk(ids.view(torch.int32), values, lse[..., 0], self._flat_candidates(0, n))
+        self._vocab_size = vocab_size
+        return self._ids[:n], self._log_probs[:n]
+
+    def _flat_candidates(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._ids[start:stop].flatten(0, 1), self._log_probs[start:stop].flatten(0, 1)
+
+    def _blocks_of(self, name: str, rows: torch.Tensor) -> int:
+        """Returns N of a tensor of N*S rows."""
+        if rows.ndim != 2 or rows.shape[0] % self.num_slots:
+            raise ValueError(f"{name} must have a multiple of {self.num_slots} rows (one a slot), got {list(rows.shape)}")
+        self._check_blocks(name, rows.shape[0] // self.num_slots)
+        return rows.shape[0] // self.num_slots
+
+    def _check_blocks(self, name: str, n: int) -> None:
+        if not 1 <= n <= self.max_blocks:
+            raise ValueError(f"{name} holds {n} blocks; this head was built for 1..{self.max_blocks} (max_blocks)")
+
+    # --- scores and tokens ------------------------------------------------------------------------------------------
 
     def propose(
         self,
@@ -131,8 +306,111 @@ class FusedLiLiCorrHead:
         uniforms [N, S] float32  the draws, in [0, 1); or
         seeds [R] int64, positions [N, S] int64  Philox key by state row and counter by slot, so a draw depends on (seed, position) alone
         tokens_out [N, S] int64  where to write the tokens too (vLLM's draft_tokens)
-        draft_logits [R, S, >=V] float32 and cached_ids [R, S, K] int64  the proposal in the layout the V2 rejection sampler reads:
-                                 `scores` at the K ids of the block's state row, -inf elsewhere. The ids written last time (cached_ids,
-                                 zeros at first) are reset to -inf. draft_logits must start as all -inf.
+        draft_logits [R, S, >=V] float32 and cached_ids [R, S, K] int64  the proposal in the layout the V2 rejection sampler reads: under
+                                 "sampled" `scores` at the K ids of the block's state row (the sampler applies the temperature), under
+                                 the other rules 0 at the token; -inf elsewhere. The ids written last time (cached_ids, zeros at
+                                 first) are reset. draft_logits must start as all -inf.
+
+        Raises ValueError on shapes that do not fit, an unknown rule, or "sampled" without temperature and draws.
         """
-        raise NotImplementedError
+        n = slot_hidden.shape[0]
+        self._check_blocks("slot_hidden", n)
+        check_shape("slot_hidden", slot_hidden, n, self.num_slots, self.hidden)
+        check_shape("anchor_hidden", anchor_hidden, n, self.hidden)
+        check_shape("anchor_valid", anchor_valid, n)
+        if (embedding is None) == (token_embeddings is None):
+            raise ValueError("give either embedding (the whole table) or token_embeddings (the candidates' rows)")
+        if embedding is not None:
+            check_shape("embedding", embedding, -1, self.hidden)
+            if embedding.shape[0] < self._vocab_size:
+                raise ValueError(f"embedding has {embedding.shape[0]} rows, but candidates come from {self._vocab_size} tokens")
+        else:
+            check_shape("token_embeddings", token_embeddings, n, self.num_slots, self.topk, self.hidden)
+        if (draft_logits is None) != (cached_ids is None):
+            raise ValueError("draft_logits and cached_ids go together: the second says what to clear in the first")
+        table = None if draft_logits is None or cached_ids is None else DraftLogits(draft_logits, cached_ids)
+
+        for start in range(0, n, _CHUNK):
+            part = slice(start, min(start + _CHUNK, n))
+            vectors, anchor = self._tower(
+                part,
+                slot_hidden[part],
+                anchor_hidden[part],
+                anchor_valid[part],
+                embedding,
+                None if token_embeddings is None else token_embeddings[part],
+            )
+            if rows is None and (table is not None or temperature is not None):
+                # State rows are counted from the batch's start, not from the chunk's.
+                state = slice(start, None)
+                table_part = None if table is None else DraftLogits(table.table[state], table.cached_ids[state])
+                temperature_part, seeds_part = _from(temperature, start), _from(seeds, start)
+            else:
+                table_part, temperature_part, seeds_part = table, temperature, seeds
+            score_and_walk(
+                *vectors.split(self.factor_dim, dim=1),
+                anchor[:, self.width :],
+                self._ids[part],
+                rule,
+                self.sigma,
+                self.vector_eps,
+                Walked(*(buffer[part] for buffer in self._walked)),
+                None if rows is None else rows[part],
+                temperature_part,
+                Randomness(_part(uniforms, part), seeds_part, _part(positions, part)),
+                _part(tokens_out, part),
+                table_part,
+            )
+        w = self._walked
+        return FusedProposal(w.tokens[:n], w.index[:n], self._ids[:n], self._log_probs[:n], w.scores[:n], w.probs[:n])
+
+    def _tower(
+        self,
+        part: slice,
+        slot_hidden: torch.Tensor,
+        anchor_hidden: torch.Tensor,
+        anchor_valid: torch.Tensor,
+        embedding: torch.Tensor | None,
+        token_embeddings: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the out and in vectors [n*S*K, 2d] of one chunk's candidates, before normalisation, and [W_a a + b, anchor_out] [n, W+d]."""
+        n, slots, _ = slot_hidden.shape
+        nodes = slots * self.topk
+        rows, buffer = n * nodes, self._rows
+        context = self.context(anchor_hidden.to(self.dtype), buffer("_context", n))
+        anchor_state = rms_norm(context, self.anchor_norm, self.norm_eps, valid=anchor_valid, out=buffer("_anchor_state", n))
+        anchor = self.anchor(anchor_state, buffer("_anchor", n))
+
+        states = self.slot_states(slot_hidden.flatten(0, 1).to(self.dtype), buffer("_slot_states", n * slots))
+        ids = self._ids[part]
+        if token_embeddings is not None:
+            embedding, ids = token_embeddings.flatten(0, 2), torch.arange(rows, device=self.device).view_as(ids)
+        assert embedding is not None
+        operand, x = lattice_nodes(
+            ids, self._log_probs[part], embedding, states, self.positions, self.features, self._operand[:rows], self._stream[:rows]
+        )
+        x = self.node.add_to(x, operand)
+
+        for layer in self.layers:
+            y = rms_norm(x, layer.attn_norm, self.norm_eps, layer.attn_offset, out=buffer("_normed", rows))
+            qkv = layer.qkv(y, buffer("_qkv", rows)).view(n, nodes, 3, self.num_heads, -1)
+            y = buffer("_attended", rows)
+            y = lattice_attention(
+                *qkv.unbind(2), self.relative_slot_bias, self.same_slot_bias, self.topk, None if y is None else y.view_as(qkv[:, :, 0])
+            )
+            x = layer.out.add_to(x, y.flatten(0, 1).flatten(1))
+            y = rms_norm(x, layer.mlp_norm, self.norm_eps, layer.mlp_offset, out=buffer("_normed", rows))
+            x = layer.down.add_to(x, layer.up.silu(y, buffer("_mlp", rows)))
+
+        fused = anchor_operand(x, self.output_offset, self.output_norm, self.norm_eps, anchor_state, self._fused[:rows])
+        # The tower's stream is done with: its buffer takes the fusion.
+        g = bias_silu(self.fusion(fused, self._stream[:rows]), anchor[:, : self.width])
+        return self.vectors(g, buffer("_vectors", rows)), anchor
+
+
+def _part(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if tensor is None else tensor[part]
+
+
+def _from(tensor: torch.Tensor | None, start: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[start:]
