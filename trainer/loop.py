@@ -102,7 +102,7 @@ class Trainer:
             terms: Terms = self.engine(batch.to(self.device), self.step)
             values, summed = self._reduce(terms, batch)
             self._require_finite(values, batch)
-            self.engine.backward(terms.loss)
+            self.engine.backward(terms[0])
             self.engine.step()
             logged.append(values)
             counts += summed
@@ -186,6 +186,10 @@ class Trainer:
         # DeepSpeed checks gradients for overflow in half precision only; a NaN is as fatal in fp32.
         if hasattr(engine.optimizer, "check_grad_overflow"):
             engine.optimizer.check_grad_overflow = True
+        if engine.zero_optimization_stage() == 0 and config.run.precision == "bf16":
+            # DeepSpeed allocates this optimizer's moments by a step on zero gradients, which Adam's bias correction would
+            # count as the first one.
+            engine.basic_optimizer.state.clear()
         engine.train()
         return objective, engine
 
@@ -258,13 +262,14 @@ class Trainer:
 
     def _reduce(self, terms: Terms, batch: Batch) -> tuple[dict[str, float], np.ndarray]:
         """Return the micro-step's values over all ranks, and (tokens, blocks, ranks that were signalled) summed over them."""
-        pairs = [value.float() for pair in terms.sums.values() for value in pair]
+        rank_loss, rank_sums = terms
+        pairs = [value.float() for pair in rank_sums.values() for value in pair]
         counts = torch.tensor([float(batch.lengths.sum()), float(batch.valid.sum()), float(self._signalled)])
-        table = torch.cat((torch.stack([terms.loss.detach().float(), *pairs]), counts.to(self.device)))
+        table = torch.cat((torch.stack([rank_loss.detach().float(), *pairs]), counts.to(self.device)))
         dist.all_reduce(table)
         loss, *sums = table.tolist()
         values = {
-            name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else sums[2 * i] for i, name in enumerate(terms.sums)
+            name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else sums[2 * i] for i, name in enumerate(rank_sums)
         }
         values = {"loss": loss / self.world, **values}
         self._check_identity(values)
@@ -328,6 +333,8 @@ def _join_ranks() -> torch.device:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Compiled at first use, for minutes, and used by inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":

@@ -90,15 +90,9 @@ class Blocks:
         return BlockStates(self.slot_hidden, self.anchor_hidden, self.anchor_valid, self.anchor_ids)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """A micro-step's result: `loss`, what to call backward on (see the module's text), and sums over this rank.
-
-    sums: {name: (numerator, denominator)}; summed over ranks and divided they are the logged values.
-    """
-
-    loss: Tensor
-    sums: dict[str, tuple[Tensor, Tensor]]
+Terms = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
+"""A micro-step's result: the loss to call backward on (see the module's text), and this rank's sums, {name: (numerator,
+denominator)}; summed over the ranks and divided they are the logged values. Plain containers: ZeRO's hooks look inside."""
 
 
 class Objective(nn.Module):
@@ -233,7 +227,7 @@ class Objective(nn.Module):
                 "score_spread": (head.spread, slots_supervised),
                 "selected_prefix": (head.selected_prefix, count),
             }
-        return Terms(loss, sums)
+        return loss, sums
 
     @torch.no_grad()
     def drafts(self, blocks: Blocks) -> tuple[dict[str, Tensor], Tensor]:
