@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -72,9 +73,10 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     try:
-                        yield number, json.loads(line)
-                    except ValueError as error:
-                        raise UserError(f"{path}, line {number}: is not JSON ({error}); mend or remove the line") from None
+                        yield number, json.loads(line.rstrip())
+                    except json.JSONDecodeError as error:
+                        where = f"{path}, line {number}, column {error.colno}"
+                        raise UserError(f"{where}: is not JSON ({error.msg}); mend or remove the line") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not UTF-8 text; give a JSON Lines file") from None
     except OSError as error:
@@ -84,9 +86,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Conversation]:
     """Return the first `limit` conversations of a JSON Lines file; raises UserError naming file and line on a bad one."""
     conversations: list[Conversation] = []
-    for number, row in read_rows(path):
-        if limit is not None and len(conversations) == limit:
-            break
+    for number, row in itertools.islice(read_rows(path), limit):
         try:
             conversations.append(parse_row(row))
         except BadPrompt as error:
