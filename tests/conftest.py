@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # Before torch is imported anywhere; child processes inherit it. Sums depend on how many threads share them.
@@ -20,6 +21,37 @@ ROOT = Path(__file__).resolve().parents[1]
 hypothesis.settings.register_profile("repeat", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests in one process, so that its expensive fixtures are made once; a group of its own wins."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--prompts-dir",
+        type=Path,
+        help="folder of benchmark prompts (gsm8k.jsonl, ...); tests that need one of them skip by name without it",
+    )
+
+
+@pytest.fixture
+def benchmark(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Return a function from a benchmark's name to its file in --prompts-dir; it skips the test where that is absent."""
+    folder: Path | None = request.config.getoption("--prompts-dir")
+
+    def find(name: str) -> Path:
+        if folder is None:
+            pytest.skip(f"{name}: no --prompts-dir was given")
+        if not (folder / f"{name}.jsonl").exists():
+            pytest.skip(f"{name}: {folder} has no {name}.jsonl")
+        return folder / f"{name}.jsonl"
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -326,7 +326,7 @@ def test_rules_are_refused_where_they_make_no_sense():
         ReferenceDecoder(target).decode([[1] * 256], 1)
 
 
-def smollm2_drafter(target):
+def smollm2_drafter():
     config = make_config(
         LiLiCorrConfig(
             candidate_topk=8,
@@ -356,33 +356,46 @@ def smollm2_drafter(target):
     return make_draft(config, spread=0.05)
 
 
-@pytest.mark.slow
-def test_smollm2_decodes_the_same_text_under_every_rule(smollm2):
-    """fp32, 20 prompts, 64 new tokens; a random drafter, and one that is often right."""
-    tokenizer = load_tokenizer(smollm2)
-    target = load_target(smollm2, default_target_layer_ids(30))
-    conversations = [c for file in sorted(PROMPTS.glob("*.jsonl")) for c in read_prompts(file, limit=5)]
+def decode_under_every_rule(target, tokenizer, conversations, max_tokens):
+    """Compare every rule with the target alone, with a random drafter and with one that is often right."""
     prompts = [render(tokenizer, [{"role": "user", "content": c.turns[0]}]) for c in conversations]
-    assert len(prompts) == 20
-    plain = ReferenceDecoder(target).decode(prompts, 64)
-    draft = smollm2_drafter(target)
+    plain = ReferenceDecoder(target).decode(prompts, max_tokens)
+    draft = smollm2_drafter()
     for rule in RULES:
         # It is never right, so the number of its slots only sets what verification costs.
-        decoded = ReferenceDecoder(target, draft, rule, num_slots=3).decode(prompts, 64)
+        decoded = ReferenceDecoder(target, draft, rule, num_slots=3).decode(prompts, max_tokens)
         compare(plain, decoded, f"random drafter, {rule}")
     often_right(draft).foresee(prompts, [decoded.output_ids for decoded in plain])
     for rule in RULES:
-        decoded = ReferenceDecoder(target, draft, rule).decode(prompts, 64)
+        decoded = ReferenceDecoder(target, draft, rule).decode(prompts, max_tokens)
         compare(plain, decoded, f"often right, {rule}")
         assert {length for d in decoded for length in d.accepted} == set(range(8))
+
+
+@pytest.fixture
+def smollm2_target(smollm2):
+    return load_target(smollm2, default_target_layer_ids(30)), load_tokenizer(smollm2)
+
+
+@pytest.mark.slow
+def test_smollm2_decodes_the_same_text_under_every_rule(smollm2_target):
+    """fp32, 20 prompts, 64 new tokens."""
+    conversations = [c for file in sorted(PROMPTS.glob("*.jsonl")) for c in read_prompts(file, limit=5)]
+    assert len(conversations) == 20
+    decode_under_every_rule(*smollm2_target, conversations, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "mt-bench", "livecodebench", "aime25", "arena-hard-v2"])
+def test_benchmark_rows_decode_the_same_text_under_every_rule(benchmark, smollm2_target, name):
+    decode_under_every_rule(*smollm2_target, read_prompts(benchmark(name), limit=3), 32)
 
 
 @pytest.mark.slow
 def test_the_command_prints_tau_and_writes_one_object_a_prompt(smollm2, tmp_path):
     from vllm_lilicorr.model.checkpoint import save_draft
 
-    target = load_target(smollm2, default_target_layer_ids(30))
-    save_draft(smollm2_drafter(target), tmp_path / "draft")
+    save_draft(smollm2_drafter(), tmp_path / "draft")
     command = [sys.executable, "-m", "vllm_lilicorr.reference", "--target", smollm2, "--draft", tmp_path / "draft"]
     command += ["--prompts", PROMPTS / "chat.jsonl", "--limit", "2", "--max-tokens", "8", "--json", tmp_path / "out.jsonl"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
