@@ -59,3 +59,17 @@ def check_shape(name: str, tensor: torch.Tensor, *expected: int) -> None:
     if tensor.ndim != len(expected) or any(e not in (-1, got) for e, got in zip(expected, tensor.shape)):
         shape = ", ".join("any" if e == -1 else str(e) for e in expected)
         raise ValueError(f"{name} must have shape [{shape}], got {list(tensor.shape)}")
+
+
+# The interpreter keeps bfloat16 as uint16 and multiplies those integers. Products of bfloat16 numbers are exact in float32, so
+# widening the operands there computes what a tensor core does.
+_WIDEN_DOT = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a [m, k] times b [k, n] in float32; PRECISION says how float32 operands are multiplied."""
+    if _WIDEN_DOT:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)

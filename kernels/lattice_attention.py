@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import cdiv, check_shape, next_power_of_2, tl, triton, use_triton
+from ._triton import cdiv, check_shape, dot, next_power_of_2, tl, triton, use_triton
 
 
 class Tile(NamedTuple):
@@ -73,14 +73,14 @@ def _attention_kernel(
         at = offset + key[:, None] * node_stride + column[None, :]
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         v = tl.load(v_ptr + at, mask=mask, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = dot(q, tl.trans(k), PRECISION) * scale
         s += _bias(relative_ptr, same, row[:, None] // K - key[None, :] // K, block_size)
         s = tl.where(key[None, :] < nodes, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1))
         p = tl.exp(s - new_top[:, None])
         decay = tl.exp(top - new_top)
         total = total * decay + tl.sum(p, axis=1)
-        acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * decay[:, None] + dot(p.to(v.dtype), v, PRECISION)
         top = new_top
     acc = acc / total[:, None]
     at = (block * nodes + row[:, None]) * (heads * head_dim) + head * head_dim + column[None, :]
@@ -118,11 +118,11 @@ def _backward_query_kernel(
         at = offset + key[:, None] * node_stride + column[None, :]
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         v = tl.load(v_ptr + at, mask=mask, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = dot(q, tl.trans(k), PRECISION) * scale
         s += _bias(relative_ptr, same, row[:, None] // K - key[None, :] // K, block_size)
         p = tl.where((row[:, None] < nodes) & (key[None, :] < nodes), tl.exp(s - lse[:, None]), 0.0)
-        ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+        ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
+        acc += dot(ds.to(k.dtype), k, PRECISION)
         # Nodes of a slot are neighbours and tiles hold whole slots, so a cell is a K x K patch of exactly one tile.
         cells = tl.sum(tl.reshape(ds, [QUERIES, KEYS // K, K]), axis=2)
         cells = tl.sum(tl.reshape(cells, [QUERIES // K, K, KEYS // K]), axis=1)
@@ -161,12 +161,12 @@ def _backward_key_kernel(
         per_row = (block * heads + head) * nodes + row
         lse = tl.load(lse_ptr + per_row, mask=row < nodes, other=0.0)
         delta = tl.load(delta_ptr + per_row, mask=row < nodes, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = dot(q, tl.trans(k), PRECISION) * scale
         s += _bias(relative_ptr, same, row[:, None] // K - key[None, :] // K, block_size)
         p = tl.where((row[:, None] < nodes) & (key[None, :] < nodes), tl.exp(s - lse[:, None]), 0.0)
-        ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        acc_v += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
-        acc_k += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
+        ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
+        acc_v += dot(tl.trans(p.to(grad.dtype)), grad, PRECISION)
+        acc_k += dot(tl.trans(ds.to(q.dtype)), q, PRECISION)
     out_at = (block * nodes + key[:, None]) * (heads * head_dim) + head * head_dim + column[None, :]
     tl.store(grad_k_ptr + out_at, (acc_k * scale).to(grad_k_ptr.dtype.element_ty), mask=k_mask)
     tl.store(grad_v_ptr + out_at, acc_v.to(grad_v_ptr.dtype.element_ty), mask=k_mask)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+from ._triton import check_shape, dot, next_power_of_2, tl, triton, use_triton
 
 RULES = ("greedy", "sampled", "exact", "exact-normalized")
 
@@ -113,7 +113,7 @@ def _score_and_walk_kernel(
         mask = (pad[:, None] < K) & (start + column[None, :] < dim)
         before = tl.load(before_ptr + pad[:, None] * before_stride + start + column[None, :], mask=mask, other=0.0)
         after = tl.load(in_ptr + (node + pad[:, None]) * vector_stride + start + column[None, :], mask=mask, other=0.0)
-        acc += tl.dot(before, tl.trans(after), input_precision=PRECISION)
+        acc += dot(before, tl.trans(after), PRECISION)
         before_norm += tl.sum(before.to(tl.float32) * before.to(tl.float32), axis=1)
         after_norm += tl.sum(after.to(tl.float32) * after.to(tl.float32), axis=1)
     # l2norm(v) = v / max(||v||, eps), applied to the product: the vectors are never rounded again.
