@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported anywhere; child processes inherit it. Sums depend on how many threads share them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,12 +24,25 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests in one process, so that its expensive fixtures are made once; a group of its own wins."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+    """Put the longest share first: the serving tests, which all go to one process (see below)."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/serving/"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share tests out by file, so that a file's expensive fixtures are made once, and all of serving as one.
+
+    Two engines side by side would each measure and take the same memory. (xdist's own way to say this, xdist_group, has
+    no effect from pytest 9.2 on.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/serving" if nodeid.startswith("tests/serving/") else nodeid.split("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
