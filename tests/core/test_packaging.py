@@ -96,21 +96,35 @@ def test_base_install_requires_neither_vllm_nor_deepspeed(distributions: tuple[P
     assert metadata["License"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
 
 
-def test_installed_packages_import_without_vllm_and_deepspeed(environment: Path) -> None:
+def test_installed_modules_import_without_what_only_the_extras_bring(environment: Path) -> None:
     code = """
-import importlib.util
+import importlib, importlib.util, json, pkgutil
+import vllm_lilicorr, vllm_lilicorr.kernels, vllm_lilicorr.trainer
 for name in ("vllm", "deepspeed", "datasets", "triton"):
-    assert importlib.util.find_spec(name) is None, name
+    assert importlib.util.find_spec(name) is None, f"{name} is here"
 for name in ("kernels", "trainer"):
     assert importlib.util.find_spec(name) is None, f"{name} is installed as a top-level package"
-import vllm_lilicorr, vllm_lilicorr.kernels, vllm_lilicorr.trainer, vllm_lilicorr.model, vllm_lilicorr.check
-import vllm_lilicorr.reference, vllm_lilicorr.setup_cpu, vllm_lilicorr.smollm2, vllm_lilicorr.plugin
-print(vllm_lilicorr.__version__, vllm_lilicorr.__file__, vllm_lilicorr.kernels.__file__, vllm_lilicorr.trainer.__file__)
+wanting = {}
+def visit(package):
+    for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            try:
+                module = importlib.import_module(found.name)
+            except ModuleNotFoundError as error:
+                wanting[found.name] = error.name.split(".")[0]
+            else:
+                visit(module) if found.ispkg else None
+visit(vllm_lilicorr)
+packages = (vllm_lilicorr, vllm_lilicorr.kernels, vllm_lilicorr.trainer)
+print(json.dumps([[package.__file__ for package in packages], wanting]))
 """
     done = run(environment, "-c", code)
     assert done.returncode == 0, done.stderr
-    _, *files = done.stdout.split()
-    assert len(files) == 3 and all(Path(file).is_relative_to(environment.parents[1]) for file in files)
+    files, wanting = json.loads(done.stdout)
+    assert all(Path(file).is_relative_to(environment.parents[1]) for file in files)
+    extras = {"serving": {"vllm"}, "trainer": {"deepspeed", "datasets"}, "bench": {"vllm", "deepspeed", "triton"}}
+    for module, missing in wanting.items():
+        assert missing in extras.get(module.split(".")[1], ()), f"{module} needs {missing}"
 
 
 def test_editable_install_leaves_top_level_names_free(tmp_path: Path) -> None:
