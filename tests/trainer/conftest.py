@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def settings(target: Path, corpus: Path, output: Path, **sections: dict[str, Any
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section
     return values
+
+
+@pytest.fixture(scope="session")
+def train_settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes a training configuration (target, corpus, output, section={key: value}) to a file."""
+
+    def write(target: Path, corpus: Path, output: Path, **sections: dict[str, Any]) -> Path:
+        return write_settings(tmp_path_factory.mktemp("config") / "run.yaml", settings(target, corpus, output, **sections))
+
+    return write
 
 
 def write_settings(path: Path, values: dict[str, Any]) -> Path:
