@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,15 @@ from vllm_lilicorr.target import load_target, load_tokenizer, tokenizer_hash
 
 HIDDEN, LAYERS, HEAD_DIM, VOCAB, MASK = 64, 6, 32, 320, 300
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+
+
+def _prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
+
+
+PROMPTS = _prompts(40, 70, 6, 100, 50, 31, 33, 20, 12, 64, 27, 45)
+"""What the tests prompt with, and the drafter is trained on the continuations of; by length."""
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -80,29 +90,29 @@ def draft_config(target: Path, *, block_size: int = 8, topk: int = 4, max_positi
 
 
 @torch.no_grad()
-def generated(target: Path, count: int, length: int, seed: int, prompt: tuple[int, int] = (4, 24)) -> Tensor:
-    """Return [count, length] token ids: random prompts and the target's own greedy continuations."""
-    generator = torch.Generator().manual_seed(seed)
-    loaded = load_target(target)
-    vocab = min(256, loaded.model.config.vocab_size)
-    ids = torch.randint(0, vocab, (count, length), generator=generator)
-    starts = torch.randint(*prompt, (count,), generator=generator)
+def continued(target: Path, prompts: list[list[int]], length: int) -> Tensor:
+    """Return [prompts, length] token ids: each prompt and the target's own greedy continuation."""
     from transformers import DynamicCache
 
+    loaded = load_target(target)
+    ids = torch.zeros(len(prompts), length, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    starts = torch.tensor([len(prompt) for prompt in prompts])
     cache = DynamicCache(config=loaded.model.config)
     for position in range(length - 1):
-        where = torch.full((count, 1), position)
+        where = torch.full((len(prompts), 1), position)
         logits = loaded.logits(loaded.forward(ids[:, position : position + 1], where, cache=cache).final)[:, 0]
-        follow = position + 1 >= starts
-        ids[:, position + 1] = torch.where(follow, logits.argmax(-1), ids[:, position + 1])
+        ids[:, position + 1] = torch.where(position + 1 >= starts, logits.argmax(-1), ids[:, position + 1])
     return ids
 
 
-def train_draft(target: Path, folder: Path, config: DraftConfig, *, steps: int = 300, seed: int = 0, count: int = 192) -> Path:
-    """Train a drafter on the target's own continuations: cross-entropy per slot, and along the lattice on the oracle prefix."""
+def train_draft(target: Path, folder: Path, config: DraftConfig, *, steps: int = 150, seed: int = 0, length: int = 160) -> Path:
+    """Train a drafter on the target's continuations of `PROMPTS`: cross-entropy per slot, and along the lattice on the oracle
+    prefix. It need not generalise: it is to be right often where the tests look, and wrong at times."""
     torch.manual_seed(seed)
-    length = 96
-    ids = generated(target, count, length, seed)
+    ids = continued(target, [p for p in PROMPTS if max(p) < config.vocab_size], length)
+    count = len(ids)
     loaded = load_target(target, config.target_layer_ids)
     positions = torch.arange(length).expand(count, -1)
     taps = loaded.forward(ids, positions).taps
@@ -110,9 +120,9 @@ def train_draft(target: Path, folder: Path, config: DraftConfig, *, steps: int =
     draft = Draft(config)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
-    slots, blocks, rows = config.num_slots, 8, 16
+    slots, blocks, rows = config.num_slots, 12, len(ids)
     for _ in range(steps):
-        pick = torch.randint(0, count, (rows,))
+        pick = torch.arange(count)
         anchors = torch.randint(4, length - slots - 1, (rows, blocks))
         features = draft.backbone.context_features(taps[pick])
         context = draft.backbone.context_kv(features, positions[pick])
@@ -145,10 +155,12 @@ def train_draft(target: Path, folder: Path, config: DraftConfig, *, steps: int =
     return folder
 
 
-def prompts(count: int, seed: int, low: int = 4, high: int = 40, vocab: int = 256) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
-    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+def with_config(draft: Path, folder: Path, **changes: object) -> Path:
+    """Return a copy of the checkpoint in `folder` with top-level keys of its config.json changed."""
+    shutil.copytree(draft, folder)
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
 
 
 if __name__ == "__main__":
@@ -164,6 +176,6 @@ if __name__ == "__main__":
     print(f"made in {time.time() - began:.1f} s")
     loaded = load_target(target, config.target_layer_ids)
     decoder = ReferenceDecoder(loaded, load_draft(root / "draft", dtype=torch.float32), "greedy")
-    decoded = decoder.decode(prompts(8, seed=7), 64)
+    decoded = decoder.decode(PROMPTS, 48)
     print(acceptance_length([a for one in decoded for a in one.accepted]), [one.output_ids[:24] for one in decoded[:3]])
     print("smallest margins", sorted(m for one in decoded for m in one.margins)[:5])

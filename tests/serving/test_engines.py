@@ -1,0 +1,128 @@
+"""Real engines, both runners, both releases: what is served equals the target, and what is drafted equals the reference."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pairs
+import pytest
+from engines import RELEASES, Run, compare_drafts, compare_outputs, run
+
+from vllm_lilicorr.model.checkpoint import load_draft
+from vllm_lilicorr.near_tie import Comparison
+from vllm_lilicorr.reference import ReferenceDecoder, acceptance_length
+from vllm_lilicorr.target import load_target
+
+pytestmark = pytest.mark.slow
+
+LIMIT, SLOTS = 128, 7
+GREEDY = {"temperature": 0, "ignore_eos": True}
+ALONE, TOGETHER, AFTER = 0, 1, 2
+SHORT, LONG, MIDDLE = pairs.PROMPTS[:3], pairs.PROMPTS[3], pairs.PROMPTS[4]
+
+
+@pytest.fixture(scope="module", params=[f"{runner}-{release}" for runner, release in itertools.product(("v1", "v2"), RELEASES)])
+def combination(request: pytest.FixtureRequest) -> dict[str, str]:
+    runner, release = request.param.split("-")
+    return {"runner": runner, "release": release}
+
+
+@pytest.fixture(scope="module")
+def mixed(pair: tuple[Path, Path], short_draft: Path, combination: dict[str, str]) -> Run:
+    """Three short requests alone; together with one that outgrows the drafter; and alone again. Prompts are prefilled in
+    chunks, and their blocks are cached."""
+    short = [{**GREEDY, "max_tokens": 24}] * 3
+    phases = [
+        {"prompts": SHORT, "params": short, "serial": True},
+        {"prompts": [LONG, *SHORT], "params": [{**GREEDY, "max_tokens": 48}, *short]},
+        {"prompts": SHORT, "params": short, "serial": True},
+    ]
+    return run(
+        pair[0], short_draft, phases, **combination, block_size=32, max_num_seqs=4, max_num_batched_tokens=96,
+        enable_prefix_caching=True, enable_chunked_prefill=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def to_the_end(pair: tuple[Path, Path], combination: dict[str, str]) -> Run:
+    """A request that runs into the target's maximum length, which lies below the drafter's, beside a short one."""
+    params = [{**GREEDY, "max_tokens": 200}, {**GREEDY, "max_tokens": 16}]
+    prompts = [MIDDLE, SHORT[2]]
+    phases = [{"prompts": prompts[1:], "params": params[1:]}, {"prompts": prompts, "params": params}]
+    return run(pair[0], pair[1], phases, **combination, block_size=32, max_model_len=96, max_num_seqs=2)
+
+
+def _phases(done: Run) -> list[tuple[str, list[int], list[int]]]:
+    return [
+        (f"phase {number}, request {i}", prompt, output)
+        for number, phase in enumerate(done.phases)
+        for i, (prompt, output) in enumerate(zip(phase["prompts"], done.tokens(number), strict=True))
+    ]
+
+
+def test_our_proposer_runs_on_the_runner_that_was_asked_for(mixed: Run, combination: dict[str, str]) -> None:
+    if combination["runner"] == "v1":
+        assert mixed.result["drafter"] == "LiLiCorrProposer" and "gpu.model_runner" not in mixed.result["runner"]
+    else:
+        assert mixed.result["drafter"] == f"Speculator{combination['release'].replace('.', '')}"
+
+
+def test_served_tokens_are_the_targets_own(pair: tuple[Path, Path], mixed: Run, to_the_end: Run) -> None:
+    tally = compare_outputs(pair[0], _phases(mixed) + _phases(to_the_end))
+    tally.check()
+    assert tally.compared > 250
+
+
+@pytest.mark.parametrize("phase", [ALONE, TOGETHER, AFTER])
+def test_drafts_equal_the_references(pair: tuple[Path, Path], short_draft: Path, mixed: Run, phase: int) -> None:
+    tally = compare_drafts(pair[0], short_draft, mixed, phase)
+    tally.check()
+    assert tally.compared > 150
+
+
+def test_drafts_equal_the_references_up_to_the_targets_end(pair: tuple[Path, Path], to_the_end: Run) -> None:
+    compare_drafts(pair[0], pair[1], to_the_end, 1).check()
+
+
+def test_acceptance_length_is_the_references(pair: tuple[Path, Path], short_draft: Path, mixed: Run) -> None:
+    draft = load_draft(short_draft)
+    decoder = ReferenceDecoder(load_target(pair[0], draft.config.target_layer_ids), draft.float(), "greedy")
+    accepted = [n for prompt in SHORT for n in decoder.decode([prompt], 24)[0].accepted]
+    served = [b["accepted"] for i in range(3) for b in mixed.blocks(ALONE, i) if b["accepted"] is not None]
+    # vLLM's last block of a request may be cut by max_tokens and then verifies fewer drafts than the reference's.
+    assert acceptance_length(served) == pytest.approx(acceptance_length(accepted), rel=0.05)
+    assert acceptance_length(served) > 1.5, "a drafter that is never right exercises nothing"
+
+
+@pytest.mark.parametrize("phase", [TOGETHER, AFTER])
+def test_a_request_past_the_limit_changes_no_other_requests_drafts(mixed: Run, phase: int) -> None:
+    tally = Comparison()
+    for i in range(3):
+        alone = mixed.blocks(ALONE, i)
+        other = mixed.blocks(phase, i + (phase == TOGETHER))
+        assert [b["anchor"] for b in alone] == [b["anchor"] for b in other]
+        for ours, theirs in zip(alone, other, strict=True):
+            # One batch or another: the same arithmetic in another order, so candidates may trade places at a tie.
+            tally.add(f"request {i} at {ours['anchor']}", ours["drafts"], theirs["drafts"], [0.0] * SLOTS)
+    tally.check()
+
+
+def test_a_request_past_the_limit_goes_on_without_drafts(mixed: Run) -> None:
+    blocks = mixed.blocks(TOGETHER, 0)
+    drafted = [block["anchor"] for block in blocks if block["drafts"]]
+    bare = [block["anchor"] for block in blocks if not block["drafts"]]
+    assert drafted and max(drafted) + 1 + SLOTS <= LIMIT
+    assert bare and min(bare) + 1 + SLOTS > LIMIT
+    assert len(mixed.tokens(TOGETHER)[0]) == 48
+    assert max(bare) >= LIMIT, "the request never reached the limit"
+
+
+def test_a_request_ends_at_the_targets_maximum_length(to_the_end: Run) -> None:
+    assert len(to_the_end.tokens(1)[0]) == 96 - 50
+    assert to_the_end.tokens(1)[1] == to_the_end.tokens(0)[0]
+
+
+def test_a_second_pass_reuses_cached_blocks(mixed: Run) -> None:
+    assert mixed.cached(ALONE) == [0, 0, 0]
+    assert mixed.cached(AFTER)[1] >= 32
