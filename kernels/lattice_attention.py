@@ -18,36 +18,39 @@ from ._triton import cdiv, check_shape, dot, next_power_of_2, tl, triton, use_tr
 
 
 class Tile(NamedTuple):
-    """Queries and keys a program holds at once, its warps and software-pipelining depth."""
+    """Queries and keys a program holds at once, and its warps. No software pipelining: there is one key tile, or few."""
 
     queries: int
     keys: int
     num_warps: int
-    num_stages: int
 
 
 def _tile(nodes: int, head_dim: int, dtype: torch.dtype, programs: int) -> Tile:
     """Returns the tile for `programs` (block, head) pairs: more programs with fewer queries each while the GPU would idle."""
     padded = max(next_power_of_2(nodes), 16)
     if dtype == torch.float32:
-        return Tile(min(padded, 32), min(padded, 32 if head_dim > 64 else 64), 4, 1)
-    queries = 32 if programs < 64 else 64
-    return Tile(min(padded, queries), min(padded, 128 if head_dim <= 128 else 64), 4, 1)
+        return Tile(min(padded, 32), min(padded, 32), 8)
+    return Tile(min(padded, 32 if programs < 64 else 64), min(padded, 128 if head_dim <= 128 else 64), 8)
 
 
 def _backward_tile(nodes: int, head_dim: int, dtype: torch.dtype) -> Tile:
     padded = max(next_power_of_2(nodes), 16)
-    if dtype == torch.float32:
-        return Tile(min(padded, 16), min(padded, 32), 4, 1)
-    return Tile(min(padded, 64), min(padded, 64), 8 if head_dim > 64 else 4, 1)
+    return Tile(min(padded, 16), min(padded, 32), 8) if dtype == torch.float32 else Tile(min(padded, 32), min(padded, 64), 8)
 
 
 @triton.jit
-def _bias(relative_ptr, same, distance, block_size):
-    """relative[distance + B - 1] + same * (distance == 0); distances of padding may lie outside the table and are clamped."""
+def _bias(relative_ptr, same, query_slot, key_slot, block_size, K: tl.constexpr):
+    """relative[distance + B - 1] + same * (distance == 0), [QUERIES, KEYS], from the slots [QUERIES / K] and [KEYS / K] of a tile.
+
+    Looked up once a pair of slots and repeated K x K times. Slots of padding may lie outside the table; they are clamped.
+    """
+    distance = query_slot[:, None] - key_slot[None, :]
     index = tl.minimum(tl.maximum(distance + block_size - 1, 0), 2 * block_size - 2)
-    bias = tl.load(relative_ptr + index).to(tl.float32)
-    return bias + tl.where(distance == 0, same, 0.0)
+    bias = tl.load(relative_ptr + index).to(tl.float32) + tl.where(distance == 0, same, 0.0)
+    rows: tl.constexpr = bias.shape[0]
+    columns: tl.constexpr = bias.shape[1]
+    bias = tl.broadcast_to(bias[:, None, :, None], [rows, K, columns, K])
+    return tl.reshape(bias, [rows * K, columns * K])
 
 
 @triton.jit
@@ -63,6 +66,7 @@ def _attention_kernel(
     q = tl.load(q_ptr + offset + row[:, None] * node_stride + column[None, :], mask=q_mask, other=0.0)
     relative_ptr += head * (2 * block_size - 1)
     same = tl.load(same_ptr + head).to(tl.float32)
+    query_slot = tl.program_id(1) * (QUERIES // K) + tl.arange(0, QUERIES // K)
 
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -74,7 +78,7 @@ def _attention_kernel(
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         v = tl.load(v_ptr + at, mask=mask, other=0.0)
         s = dot(q, tl.trans(k), PRECISION) * scale
-        s += _bias(relative_ptr, same, row[:, None] // K - key[None, :] // K, block_size)
+        s += _bias(relative_ptr, same, query_slot, start // K + tl.arange(0, KEYS // K), block_size, K)
         s = tl.where(key[None, :] < nodes, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1))
         p = tl.exp(s - new_top[:, None])
@@ -110,6 +114,7 @@ def _backward_query_kernel(
     lse = tl.load(lse_ptr + per_row, mask=row < nodes, other=0.0)
     relative_ptr += head * (2 * block_size - 1)
     same = tl.load(same_ptr + head).to(tl.float32)
+    from_slot = tl.program_id(1) * (QUERIES // K) + tl.arange(0, QUERIES // K)
 
     acc = tl.zeros([QUERIES, HEAD], tl.float32)
     for start in range(0, nodes, KEYS):
@@ -119,15 +124,14 @@ def _backward_query_kernel(
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         v = tl.load(v_ptr + at, mask=mask, other=0.0)
         s = dot(q, tl.trans(k), PRECISION) * scale
-        s += _bias(relative_ptr, same, row[:, None] // K - key[None, :] // K, block_size)
+        to_slot = start // K + tl.arange(0, KEYS // K)
+        s += _bias(relative_ptr, same, from_slot, to_slot, block_size, K)
         p = tl.where((row[:, None] < nodes) & (key[None, :] < nodes), tl.exp(s - lse[:, None]), 0.0)
         ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
         acc += dot(ds.to(k.dtype), k, PRECISION)
         # Nodes of a slot are neighbours and tiles hold whole slots, so a cell is a K x K patch of exactly one tile.
         cells = tl.sum(tl.reshape(ds, [QUERIES, KEYS // K, K]), axis=2)
         cells = tl.sum(tl.reshape(cells, [QUERIES // K, K, KEYS // K]), axis=1)
-        from_slot = tl.program_id(1) * (QUERIES // K) + tl.arange(0, QUERIES // K)
-        to_slot = start // K + tl.arange(0, KEYS // K)
         cell_at = ((block * heads + head) * slots + from_slot[:, None]) * slots + to_slot[None, :]
         tl.store(slot_grad_ptr + cell_at, cells, mask=(from_slot[:, None] < slots) & (to_slot[None, :] < slots))
     tl.store(grad_q_ptr + out_at, (acc * scale).to(grad_q_ptr.dtype.element_ty), mask=q_mask)
@@ -149,6 +153,7 @@ def _backward_key_kernel(
     v = tl.load(v_ptr + at, mask=k_mask, other=0.0)
     relative_ptr += head * (2 * block_size - 1)
     same = tl.load(same_ptr + head).to(tl.float32)
+    key_slot = tl.program_id(1) * (KEYS // K) + tl.arange(0, KEYS // K)
 
     acc_k = tl.zeros([KEYS, HEAD], tl.float32)
     acc_v = tl.zeros([KEYS, HEAD], tl.float32)
@@ -162,7 +167,7 @@ def _backward_key_kernel(
         lse = tl.load(lse_ptr + per_row, mask=row < nodes, other=0.0)
         delta = tl.load(delta_ptr + per_row, mask=row < nodes, other=0.0)
         s = dot(q, tl.trans(k), PRECISION) * scale
-        s += _bias(relative_ptr, same, row[:, None] // K - key[None, :] // K, block_size)
+        s += _bias(relative_ptr, same, start // K + tl.arange(0, QUERIES // K), key_slot, block_size, K)
         p = tl.where((row[:, None] < nodes) & (key[None, :] < nodes), tl.exp(s - lse[:, None]), 0.0)
         ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
         acc_v += dot(tl.trans(p.to(grad.dtype)), grad, PRECISION)
@@ -191,7 +196,7 @@ def _attention_triton(q, k, v, relative, same, topk, out=None, lse=None):
         q, k, v, *_strides(q, k, v), relative, same, out, out if lse is None else lse,
         nodes, heads, head_dim, (relative.shape[1] + 1) // 2, head_dim**-0.5,
         K=topk, QUERIES=tile.queries, KEYS=tile.keys, HEAD=max(next_power_of_2(head_dim), 16), PRECISION=_precision(q.dtype),
-        HAS_LSE=lse is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        HAS_LSE=lse is not None, num_warps=tile.num_warps, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -221,7 +226,7 @@ class _LatticeAttention(torch.autograd.Function):
         shape = (nodes, heads, head_dim, block_size, head_dim**-0.5)
         options = dict(
             K=topk, QUERIES=tile.queries, KEYS=tile.keys, HEAD=max(next_power_of_2(head_dim), 16),
-            PRECISION=_precision(q.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            PRECISION=_precision(q.dtype), num_warps=tile.num_warps, num_stages=1,
         )  # fmt: skip
         _backward_query_kernel[(n * heads, cdiv(nodes, tile.queries))](
             q, k, v, *_strides(q, k, v), relative, same, out, lse, grad, grad_q, delta, cells, *shape, slots, **options
