@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from .errors import UserError, run_command
 from .io import write_folder_atomically
 
@@ -45,7 +47,10 @@ def make(folder: str | Path) -> bool:
         )
     _require_gguf_support()
     with gguf_file() as gguf, write_folder_atomically(folder) as fresh:
-        convert(gguf, fresh)
+        try:
+            convert(gguf, fresh)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise UserError(f"{folder}: cannot be written ({error}); free space or choose another path") from error
         digests = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
         record = {"source": REQUIREMENT, "gguf": GGUF_NAME, "gguf_sha256": GGUF_SHA256, "recipe": RECIPE}
         (fresh / PROVENANCE).write_text(json.dumps({**record, "files": digests}, indent=2) + "\n")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from vllm_lilicorr import smollm2 as maker
 from vllm_lilicorr.errors import UserError
@@ -158,6 +159,16 @@ def test_a_kill_in_the_middle_leaves_no_folder_and_the_next_call_succeeds(toy: P
     assert not toy.exists()
     assert maker.make(toy) is True
     assert os.listdir(toy.parent) == [toy.name]  # what the killed process left is gone too
+
+
+def test_a_full_disk_is_told_in_a_sentence(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(maker, "convert", convert)
+    with pytest.raises(UserError, match="target: cannot be written .*No space left on device"):
+        maker.make(toy)
+    assert os.listdir(toy.parent) == []
 
 
 def test_a_wrong_checksum_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
