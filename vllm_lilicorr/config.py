@@ -62,7 +62,8 @@ _KIND_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "tru
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head declares about itself. Subclasses are the registry's entries; their fields are the JSON keys.
+    """What a head declares about itself. Subclasses are the registry's entries; their fields are the JSON keys, behind
+    `prefix`, in `dflash_config` or, with `top_level`, beside it.
 
     `architecture` and `projector_type` choose the head in a checkpoint. `shifted` is its layout: False, the anchor's
     position predicts nothing and a block of B positions drafts B-1 tokens; True, it predicts the first, and it drafts B.
@@ -71,12 +72,15 @@ class HeadConfig:
     architecture: ClassVar[str]
     projector_type: ClassVar[str | None] = None
     prefix: ClassVar[str] = ""
+    top_level: ClassVar[bool] = False
     shifted: ClassVar[bool] = False
+    needs_conv: ClassVar[bool] = False
 
     @classmethod
-    def read(cls, reader: FieldReader, block_size: int) -> HeadConfig:
-        """Return the head's configuration from the `dflash_config` section; raise UserError on anything amiss."""
-        kinds = {"int": int, "float": float}
+    def read(cls, top: FieldReader, dflash: FieldReader) -> HeadConfig:
+        """Return the head's configuration from the file's sections; raise UserError on anything amiss."""
+        reader = top if cls.top_level else dflash
+        kinds = {"int": int, "float": float, "bool": bool}
         known = {cls.prefix + entry.name for entry in fields(cls)} | cls.flags().keys()
         if cls.prefix:
             for key in reader.values:
@@ -84,22 +88,37 @@ class HeadConfig:
                     raise reader.error(key, f"is no option of {cls.architecture}{nearest(key, known)}")
         for key, value in cls.flags().items():
             if reader.has(key) and reader.values[key] != value:
-                raise reader.error(key, f"is {json.dumps(reader.values[key])}, but {cls.architecture} needs {json.dumps(value)}")
+                raise reader.error(
+                    key, f"is {json.dumps(reader.values[key])}, but {cls.architecture} needs {json.dumps(value)}"
+                )
         head = cls(**{entry.name: reader.get(cls.prefix + entry.name, kinds[str(entry.type)]) for entry in fields(cls)})
-        head.validate(reader, block_size)
+        head.validate(reader)
         return head
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
-        """Return the constant keys that mark this head in `dflash_config`."""
+        """Return the constant keys that mark this head; where the file has one, it must have this value."""
         return {} if cls.projector_type is None else {"projector_type": cls.projector_type}
 
     def write(self) -> dict[str, Any]:
-        """Return this head's part of `dflash_config`."""
+        """Return this head's keys."""
         return self.flags() | {self.prefix + entry.name: getattr(self, entry.name) for entry in fields(self)}
 
-    def validate(self, reader: FieldReader, block_size: int) -> None:
-        """Raise UserError for values no head of this kind can have."""
+    def validate(self, reader: FieldReader) -> None:
+        """Raise UserError for values no head of this kind can have: as a rule, sizes that are not positive."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, bool) and (value < 0 or (value == 0 and entry.name not in self.may_be_zero())):
+                raise reader.error(self.prefix + entry.name, f"must be positive, got {value}")
+
+    @classmethod
+    def may_be_zero(cls) -> tuple[str, ...]:
+        return ()
+
+
+def _check_topk(reader: FieldReader, key: str, topk: int) -> None:
+    if topk & (topk - 1) or topk > MAX_TOPK:
+        raise reader.error(key, f"must be a power of two of at most {MAX_TOPK}, got {topk}")
 
 
 @dataclass(frozen=True)
@@ -134,25 +153,83 @@ class LiLiCorrConfig(HeadConfig):
     def mlp_hidden_size(self) -> int:
         return int(self.hidden_size * self.mlp_ratio)
 
-    def validate(self, reader: FieldReader, block_size: int) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if value < 0 or (value == 0 and entry.name != "num_layers"):
-                raise reader.error(self.prefix + entry.name, f"must be positive, got {value}")
-        topk = self.candidate_topk
-        if topk & (topk - 1) or topk > MAX_TOPK:
-            raise reader.error("lilicorr_candidate_topk", f"must be a power of two of at most {MAX_TOPK}, got {topk}")
+    @classmethod
+    def may_be_zero(cls) -> tuple[str, ...]:
+        return ("num_layers",)
+
+    def validate(self, reader: FieldReader) -> None:
+        super().validate(reader)
+        _check_topk(reader, "lilicorr_candidate_topk", self.candidate_topk)
         if self.hidden_size % self.num_heads:
             raise reader.error(
-                "lilicorr_hidden_size", f"must be divisible by lilicorr_num_heads, got {self.hidden_size} and {self.num_heads}"
+                "lilicorr_hidden_size",
+                f"must be divisible by lilicorr_num_heads, got {self.hidden_size} and {self.num_heads}",
             )
         if self.hidden_size * self.mlp_ratio != self.mlp_hidden_size:
             raise reader.error(
-                "lilicorr_mlp_ratio", f"times lilicorr_hidden_size must be an integer, got {self.mlp_ratio} x {self.hidden_size}"
+                "lilicorr_mlp_ratio",
+                f"times lilicorr_hidden_size must be an integer, got {self.mlp_ratio} x {self.hidden_size}",
             )
 
 
-HEAD_CONFIGS: dict[str, type[HeadConfig]] = {head.architecture: head for head in (DFlashConfig, LiLiCorrConfig)}
+@dataclass(frozen=True)
+class DFlash2Config(HeadConfig):
+    """DFlash2's selector: rank of the two codebooks, candidates a slot. Its backbone has the convolution."""
+
+    architecture: ClassVar[str] = "DFlash2DraftModel"
+    prefix: ClassVar[str] = "selector_"
+    needs_conv: ClassVar[bool] = True
+
+    rank: int
+    top_k: int
+
+    def validate(self, reader: FieldReader) -> None:
+        super().validate(reader)
+        _check_topk(reader, "selector_top_k", self.top_k)
+
+
+@dataclass(frozen=True)
+class DSparkConfig(HeadConfig):
+    """DSpark's Markov head, and whether a confidence head stands beside it and sees the Markov embedding."""
+
+    architecture: ClassVar[str] = "Qwen3DSparkModel"
+    top_level: ClassVar[bool] = True
+    shifted: ClassVar[bool] = True
+
+    markov_rank: int
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        return {"markov_head_type": "vanilla", "sample_from_anchor": True}
+
+
+@dataclass(frozen=True)
+class DominoConfig(HeadConfig):
+    """Domino's recurrent corrector: the GRU's width, the bottleneck to the vocabulary, and how many leading slots it leaves
+    as the backbone drafted them."""
+
+    architecture: ClassVar[str] = "DominoDraftModel"
+    projector_type: ClassVar[str | None] = "domino"
+    shifted: ClassVar[bool] = True
+
+    gru_hidden_dim: int
+    emb_dim: int
+    pure_draft_prefix_len: int
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        return super().flags() | {"shift_label": True}
+
+    @classmethod
+    def may_be_zero(cls) -> tuple[str, ...]:
+        return ("pure_draft_prefix_len",)
+
+
+HEAD_CONFIGS: dict[str, type[HeadConfig]] = {
+    head.architecture: head for head in (DFlashConfig, LiLiCorrConfig, DFlash2Config, DSparkConfig, DominoConfig)
+}
 """Every head this package has, by the name that stands in a checkpoint's `architectures`."""
 
 
@@ -283,8 +360,8 @@ class DraftConfig:
             num_target_layers=num_target_layers,
             mask_token_id=mask_token_id,
             target_layer_ids=_target_layer_ids(dflash, num_target_layers),
-            head=head_type.read(dflash, block_size),
-            conv=_conv(dflash, block_size, hidden_size),
+            head=head_type.read(top, dflash),
+            conv=_conv(dflash, block_size, hidden_size, head_type),
             target_name=dflash.get("target_name", str) if dflash.has("target_name") else None,
             tokenizer_hash=dflash.get("tokenizer_hash", str) if dflash.has("tokenizer_hash") else None,
             source=source,
@@ -296,14 +373,14 @@ class DraftConfig:
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.target_layer_ids),
             "block_size": self.block_size,
-        } | self.head.write()
+        } | ({} if self.head.top_level else self.head.write())
         if self.conv is not None:
             dflash |= {"conv_kernel_size": self.conv.kernel_size, "conv_group_size": self.conv.group_size}
         if self.target_name is not None:
             dflash["target_name"] = self.target_name
         if self.tokenizer_hash is not None:
             dflash["tokenizer_hash"] = self.tokenizer_hash
-        return {
+        top = {
             "architectures": [self.architecture],
             "model_type": "qwen3",
             "hidden_size": self.hidden_size,
@@ -323,8 +400,8 @@ class DraftConfig:
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
             "dtype": "bfloat16",
-            "dflash_config": dflash,
         }
+        return top | (self.head.write() if self.head.top_level else {}) | {"dflash_config": dflash}
 
     def to_json(self) -> str:
         """Return `to_dict` as text; reading it and writing it again gives the same bytes."""
@@ -423,11 +500,13 @@ def _target_layer_ids(dflash: FieldReader, num_target_layers: int) -> tuple[int,
     return tuple(ids)
 
 
-def _conv(dflash: FieldReader, block_size: int, hidden_size: int) -> ConvConfig | None:
+def _conv(dflash: FieldReader, block_size: int, hidden_size: int, head: type[HeadConfig]) -> ConvConfig | None:
     keys = ("conv_kernel_size", "conv_group_size")
     # Zero is how some exporters spell "no convolution".
     present = [key for key in keys if dflash.has(key) and dflash.get(key, int) != 0]
     if not present:
+        if head.needs_conv:
+            raise dflash.error(keys[0], f"is missing and has no default; {head.architecture} has a convolution in its backbone")
         return None
     if len(present) == 1:
         absent = keys[1 - keys.index(present[0])]

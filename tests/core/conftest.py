@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_lilicorr.config import DFlashConfig, DraftConfig, HeadConfig, LiLiCorrConfig
+from vllm_lilicorr.config import (
+    ConvConfig,
+    DFlash2Config,
+    DFlashConfig,
+    DominoConfig,
+    DraftConfig,
+    DSparkConfig,
+    HeadConfig,
+    LiLiCorrConfig,
+)
 from vllm_lilicorr.model import Draft
 from vllm_lilicorr.target import Target
 
@@ -23,6 +32,15 @@ LILICORR = LiLiCorrConfig(
     vector_eps=1e-4,
     logit_scale=8.0,
 )
+
+
+HEADS = {
+    "lilicorr": LILICORR,
+    "dflash": DFlashConfig(),
+    "dflash2": DFlash2Config(rank=12, top_k=4),
+    "dspark": DSparkConfig(markov_rank=12, enable_confidence_head=True, confidence_head_with_markov=True),
+    "domino": DominoConfig(gru_hidden_dim=20, emb_dim=12, pure_draft_prefix_len=1),
+}
 
 
 def make_config(head: str | HeadConfig = "lilicorr", **changes: Any) -> DraftConfig:
@@ -42,7 +60,8 @@ def make_config(head: str | HeadConfig = "lilicorr", **changes: Any) -> DraftCon
         num_target_layers=4,
         mask_token_id=96,
         target_layer_ids=(0, 2),
-        head={"lilicorr": LILICORR, "dflash": DFlashConfig()}[head] if isinstance(head, str) else head,
+        head=HEADS[head] if isinstance(head, str) else head,
+        conv=ConvConfig(kernel_size=2, group_size=16) if head == "dflash2" else None,
     )
     return replace(config, **changes)
 

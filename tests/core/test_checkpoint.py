@@ -16,16 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_lilicorr.check import main as check
+from vllm_lilicorr.config import ConvConfig
 from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.model.checkpoint import INDEX, WEIGHTS, load_draft, save_draft
 
-from .conftest import make_config, make_draft, make_target
+from .conftest import HEADS, make_config, make_draft, make_target
 
 
-@pytest.fixture(params=["lilicorr", "dflash"])
+@pytest.fixture(params=[*HEADS, "lilicorr+conv"])
 def saved(request, tmp_path):
     folder = tmp_path / "checkpoint"
-    save_draft(make_draft(make_config(request.param)), folder)
+    head, _, conv = request.param.partition("+")
+    changes = {"conv": ConvConfig(kernel_size=3, group_size=8)} if conv else {}
+    save_draft(make_draft(make_config(head, **changes)), folder)
     return folder
 
 

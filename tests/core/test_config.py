@@ -10,6 +10,8 @@ import pytest
 from vllm_lilicorr.config import DraftConfig, default_target_layer_ids
 from vllm_lilicorr.errors import UserError
 
+from .conftest import HEADS
+
 
 @pytest.fixture
 def values(config):
@@ -35,7 +37,7 @@ def refusal(values, **changes):
     return sentence
 
 
-@pytest.mark.parametrize("head", ["lilicorr", "dflash"])
+@pytest.mark.parametrize("head", HEADS)
 def test_what_is_written_reads_back_to_the_same_bytes(config, head):
     first = config(head, target_name="t", tokenizer_hash="abc")
     again = DraftConfig.from_dict(json.loads(first.to_json()))
@@ -94,7 +96,7 @@ def test_no_field_of_the_backbone_has_a_default(values, key):
         ({"dflash_config__target_layer_ids": [0.5]}, "list of integers"),
         ({"dflash_config__mask_token_id": 97}, "vocabulary 0..96"),
         ({"dflash_config__mask_token_id": -1}, "vocabulary 0..96"),
-        ({"architectures": ["LiliCorrDraftModel"]}, "known are DFlashDraftModel, LiLiCorrDraftModel"),
+        ({"architectures": ["LiliCorrDraftModel"]}, "known are DFlashDraftModel, LiLiCorrDraftModel, DFlash2DraftModel, Qwen3DSparkModel, Domino"),
         ({"architectures": []}, "exactly one name"),
         ({"architectures": ["DFlashDraftModel"]}, "silently ignore the head"),
         ({"draft_vocab_size": 32}, "reduced draft vocabulary, which is not supported"),

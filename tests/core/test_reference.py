@@ -20,7 +20,7 @@ from vllm_lilicorr.near_tie import Comparison
 from vllm_lilicorr.reference import ReferenceDecoder, Sampling, acceptance_length, drafts_at
 from vllm_lilicorr.target import load_target, load_tokenizer
 
-from .conftest import make_config, make_draft, make_target
+from .conftest import HEADS, make_config, make_draft, make_target
 
 PROMPTS = Path(__file__).parents[2] / "vllm_lilicorr/assets/prompts"
 RULES = ("argmax", "greedy", "exact")
@@ -68,7 +68,7 @@ def random_prompts(count, vocab=96, seed=0, lengths=(3, 17)):
 # --- temperature 0 ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", ["lilicorr", "dflash"])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("right", [False, True])
 def test_every_rule_decodes_what_the_target_decodes(head, right):
     config = make_config(head)
@@ -83,7 +83,7 @@ def test_every_rule_decodes_what_the_target_decodes(head, right):
         decoded = ReferenceDecoder(target, draft, rule).decode(prompts, 40)
         compare(plain, decoded, rule)
         if right:
-            assert {length for d in decoded for length in d.accepted} == set(range(config.block_size))
+            assert {length for d in decoded for length in d.accepted} == set(range(config.num_slots + 1))
 
 
 def test_one_prompt_alone_decodes_as_in_a_batch():

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import DraftConfig
-from ..errors import UserError
+from ..config import ConvConfig, DraftConfig
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per layer, the context's keys (normed, rotated) and values: [n, T, kv_heads, head_dim] each."""
@@ -123,11 +122,51 @@ class DraftMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class GroupedConv(nn.Module):
+    """DFlash2's causal convolution inside the block, before and behind a sublayer (DFlash2; paper, Appendix C).
+
+        y_t = sum_tap (base[tap] + delta_t[tap, group]) * x_{t-tap}
+
+    The coefficients' position-dependent part comes from one projection of the sublayer's normed input, for both sides. It
+    starts at zero and base at the identity, so that a fresh convolution changes nothing, bit for bit.
+
+    Parameters: 2 * taps * H + 2 * taps * (H / group) * H; with 2 taps and groups of 16 at H = 4096, 4,210,688 a sublayer.
+    """
+
+    def __init__(self, hidden_size: int, conv: ConvConfig) -> None:
+        super().__init__()
+        self.taps, self.group_size = conv.kernel_size, conv.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, hidden_size))
+        groups = hidden_size // self.group_size
+        self.kernel_projection = nn.Linear(hidden_size, 2 * self.taps * groups, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.kernel_projection.weight)
+        nn.init.zeros_(self.base_kernel)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0
+
+    def coefficients(self, x: Tensor) -> Tensor:
+        """Return [..., 2, taps, H] for normed inputs x [..., H]: in front of the sublayer, and behind it."""
+        delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        return self.base_kernel + delta.repeat_interleave(self.group_size, dim=-1)
+
+    def convolve(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Return y [n, M, B', H] from x of that shape and one side's coefficients [n, M, B', taps, H]."""
+        y = coefficients[..., 0, :] * x
+        for tap in range(1, min(self.taps, x.shape[2])):
+            y = y + coefficients[..., tap, :] * F.pad(x[:, :, :-tap], (0, 0, tap, 0))
+        return y
+
+
 class DraftLayer(nn.Module):
     """A pre-norm decoder layer over the block; the context enters through attention only and skips the input norm."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
+        self.attention_conv = GroupedConv(config.hidden_size, config.conv) if config.conv else None
+        self.mlp_conv = GroupedConv(config.hidden_size, config.conv) if config.conv else None
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -136,8 +175,18 @@ class DraftLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], visible: Tensor, attention: Attention
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, visible, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        def attend(normed: Tensor) -> Tensor:
+            return self.self_attn(normed, cos, sin, context, visible, attention)
+
+        x = x + _convolved(self.attention_conv, attend, self.input_layernorm(x))
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
+
+
+def _convolved(conv: GroupedConv | None, sublayer: Callable[[Tensor], Tensor], normed: Tensor) -> Tensor:
+    if conv is None:
+        return sublayer(normed)
+    before, behind = conv.coefficients(normed).unbind(-3)
+    return conv.convolve(sublayer(conv.convolve(normed, before)), behind)
 
 
 class DFlashBackbone(nn.Module):
@@ -145,8 +194,6 @@ class DFlashBackbone(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        if config.conv is not None:
-            raise UserError(f"{config.source}: conv_kernel_size is set, but this release has no convolution in the backbone yet")
         self.config = config
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -155,7 +202,7 @@ class DFlashBackbone(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise every projection N(0, 0.02), biases zero, norms one."""
+        """Initialise every projection N(0, 0.02), biases zero, norms one, convolutions to the identity."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -163,6 +210,9 @@ class DFlashBackbone(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
+        for module in self.modules():
+            if isinstance(module, GroupedConv):
+                module.reset_parameters()
 
     def context_features(self, taps: Tensor) -> Tensor:
         """Return c [..., H] from the tapped layers' outputs, concatenated in layer order: taps [..., n_taps * H]."""

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...config import DFlashConfig, DraftConfig, HeadConfig, LiLiCorrConfig
+from ...config import DFlash2Config, DFlashConfig, DominoConfig, DraftConfig, DSparkConfig, HeadConfig, LiLiCorrConfig
 from .base import BlockStates, DraftHead, Proposal, TargetVocabulary
 from .dflash import DFlashHead
+from .dflash2 import DFlash2Head
+from .domino import DominoHead
+from .dspark import DSparkHead
 from .lilicorr import LiLiCorrHead
 
 HEADS: dict[type[HeadConfig], Callable[[DraftConfig], DraftHead]] = {
     DFlashConfig: DFlashHead,
     LiLiCorrConfig: LiLiCorrHead,
+    DFlash2Config: DFlash2Head,
+    DSparkConfig: DSparkHead,
+    DominoConfig: DominoHead,
 }
 
 
@@ -23,4 +29,16 @@ def build_head(config: DraftConfig) -> DraftHead:
     return HEADS[type(config.head)](config)
 
 
-__all__ = ["HEADS", "BlockStates", "DFlashHead", "DraftHead", "LiLiCorrHead", "Proposal", "TargetVocabulary", "build_head"]
+__all__ = [
+    "HEADS",
+    "BlockStates",
+    "DFlash2Head",
+    "DFlashHead",
+    "DSparkHead",
+    "DominoHead",
+    "DraftHead",
+    "LiLiCorrHead",
+    "Proposal",
+    "TargetVocabulary",
+    "build_head",
+]
