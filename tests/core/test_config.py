@@ -96,7 +96,7 @@ def test_no_field_of_the_backbone_has_a_default(values, key):
         ({"dflash_config__target_layer_ids": [0.5]}, "list of integers"),
         ({"dflash_config__mask_token_id": 97}, "vocabulary 0..96"),
         ({"dflash_config__mask_token_id": -1}, "vocabulary 0..96"),
-        ({"architectures": ["LiliCorrDraftModel"]}, "known are DFlashDraftModel, LiLiCorrDraftModel, DFlash2DraftModel, Qwen3DSparkModel, Domino"),
+        ({"architectures": ["LiliCorrDraftModel"]}, "known are DFlashDraftModel, LiLiCorrDraftModel"),
         ({"architectures": []}, "exactly one name"),
         ({"architectures": ["DFlashDraftModel"]}, "silently ignore the head"),
         ({"draft_vocab_size": 32}, "reduced draft vocabulary, which is not supported"),
