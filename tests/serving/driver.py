@@ -27,6 +27,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
+    if job.get("falsify"):
+        _falsify()
     llm = LLM(**job["engine"])
     result: dict[str, Any] = {"start_seconds": time.time() - began, "phases": [], "first_request": []}
     counted = 0
@@ -73,6 +75,29 @@ def main() -> None:
         drafter.trace.close()
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)  # the engine's own shutdown is not what is tested
+
+
+def _falsify() -> None:
+    """Hand the verifier another distribution than the one the drafts were drawn from: the same candidates, the scores negated."""
+    import dataclasses
+
+    from vllm_lilicorr.serving.head import DraftingHead
+
+    honest = DraftingHead.propose
+
+    def propose(self: Any, *args: Any, **options: Any) -> Any:
+        proposal = honest(self, *args, **options)
+        if options.get("draft_logits") is not None:
+            for block, state in enumerate(options["rows"].tolist()):
+                if state >= 0:
+                    options["draft_logits"][state].scatter_(-1, proposal.ids[block], -proposal.scores[block])
+        temperature = options.get("temperature")
+        if temperature is not None and options.get("draft_logits") is None:
+            false = (-proposal.scores / temperature[:, None, None].clamp_min(1e-6)).softmax(-1)
+            proposal = dataclasses.replace(proposal, probs=false)
+        return proposal
+
+    DraftingHead.propose = propose  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def run(
     release: str = "0.32",
     speculative: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
-    timeout: float = 600,
+    timeout: float = 900,
+    falsify: bool = False,
     **engine: Any,
 ) -> Run:
     """Run one engine through `phases` and return what it did; AssertionError with its output when it dies."""
@@ -89,7 +90,7 @@ def run(
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.jsonl")
-        job = {"runner": runner, "engine": options, "phases": phases, "trace": str(trace)}
+        job = {"runner": runner, "engine": options, "phases": phases, "trace": str(trace), "falsify": falsify}
         process = subprocess.run(
             [sys.executable, str(HERE / "driver.py")], input=json.dumps(job), env=environment(release, **(env or {})), text=True,
             capture_output=True, timeout=timeout,

@@ -1,0 +1,121 @@
+"""A real `vllm serve` process, for tests and benchmarks over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the proportional memory of a process and its descendants (what they share is counted once)."""
+    pending, total = [pid], 0
+    while pending:
+        one = pending.pop()
+        try:
+            children = Path(f"/proc/{one}/task/{one}/children").read_text().split()
+            rollup = Path(f"/proc/{one}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        pending += [int(child) for child in children]
+        total += 1024 * int(re.search(r"^Pss:\s+(\d+)", rollup, re.M).group(1))  # type: ignore[union-attr]
+    return total
+
+
+class Server:
+    """`with Server(target, speculative, options, environment) as server:` runs `vllm serve` and waits until it is healthy."""
+
+    def __init__(
+        self, target: Path, speculative: dict[str, Any] | Path | None, options: list[str], env: dict[str, str], dtype: str = "float32"
+    ) -> None:
+        self.port = free_port()
+        vllm = Path(sys.executable).with_name("vllm")
+        command = [str(vllm), "serve", str(target), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", dtype]
+        command += ["--enforce-eager", "--served-model-name", "model", *options]
+        if speculative is not None:
+            text = str(speculative) if isinstance(speculative, Path) else json.dumps(speculative)
+            command += ["--speculative-config", text]
+        self.command, self.env = command, env
+
+    def __enter__(self) -> Server:
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115  closed in __exit__
+        self.process = subprocess.Popen(
+            self.command, env=self.env, stdout=self._log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        deadline = time.time() + 600
+        while not self.healthy():
+            if self.process.poll() is not None or time.time() > deadline:
+                log = Path(self._log.name).read_text()[-6000:]
+                self.__exit__()
+                raise AssertionError(f"vllm serve did not start:\n{log}")
+            time.sleep(0.5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._log.close()
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url("/health"), timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """Return status and decoded answer of a POST; `body` is JSON, or bytes sent as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url(path), data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=600) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode()
+            try:
+                return error.code, json.loads(text)
+            except ValueError:
+                return error.code, text
+
+    def complete(self, prompt: list[int], **params: Any) -> dict[str, Any]:
+        """Return the first choice of a completion, its `token_ids` among it."""
+        status, answer = self.post("/v1/completions", {"prompt": prompt, "return_token_ids": True, **params})
+        assert status == 200, answer
+        return answer["choices"][0]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the server's vLLM counters by name, labels dropped (positions kept), summed."""
+        with urllib.request.urlopen(self.url("/metrics"), timeout=30) as response:
+            text = response.read().decode()
+        found: dict[str, float] = {}
+        for name, labels, value in re.findall(r"^vllm:(\w+)\{([^}]*)\} (\S+)$", text, re.M):
+            position = re.search(r'position="(\d+)"', labels)
+            key = f"{name}[{position.group(1)}]" if position else name
+            found[key] = found.get(key, 0.0) + float(value)
+        return found
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()

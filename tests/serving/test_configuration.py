@@ -1,0 +1,220 @@
+"""The speculative configuration, as a user writes it: what is filled in, what is refused and in which words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+from engines import HERE, RELEASES, environment
+from safetensors.torch import load_file, save_file
+
+from vllm_lilicorr.serving import hooks
+
+pytestmark = pytest.mark.slow
+
+
+def _edited(draft: Path, folder: Path, change: Any) -> str:
+    shutil.copytree(draft, folder)
+    values = json.loads((folder / "config.json").read_text())
+    change(values)
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def _tensors(draft: Path, folder: Path, change: Any) -> str:
+    shutil.copytree(draft, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def _plain(values: dict[str, Any]) -> None:
+    values["architectures"] = ["DFlashDraftModel"]
+    values["dflash_config"].pop("projector_type")
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every case below, run in one process of that release."""
+    target, draft = pair
+    root = tmp_path_factory.mktemp("configs")
+    files = {
+        "good": {"model": "checkpoint"},
+        "unknown": {"model": "checkpoint", "num_speculative_token": 3},
+    }
+    shutil.copytree(draft, root / "checkpoint")
+    for name, values in files.items():
+        (root / f"{name}.json").write_text(json.dumps(values))
+    (root / "broken.json").write_text('{\n  "model": "checkpoint",\n  num: 3\n}')
+    (root / "list.json").write_text("[]")
+    other = pairs.make_target(root / "other", seed=1)
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 5}))
+
+    def model(path: str, **more: Any) -> dict[str, Any]:
+        return {"model": str(target), "speculative_config": {"model": path, **more}}
+
+    ours = str(draft)
+    cases: list[tuple[str, Any]] = [
+        ("no speculation", {"model": str(target)}),
+        ("defaults", model(ours)),
+        ("options", model(ours, num_speculative_tokens=3, path_rule="exact", method="dflash")),
+        ("dashes", model(ours, **{"num-speculative-tokens": 2})),
+        ("stock backend", model(ours, backend="stock")),
+        ("file", {"model": str(target), "speculative_config": str(root / "good.json")}),
+        ("flags", {"model": str(target), "spec_model": ours, "spec_tokens": 3}),
+        ("short", model(_edited(draft, root / "short", lambda v: v.update(max_position_embeddings=100)))),
+        ("ngram", {"model": str(target), "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("plain", model(_tensors(Path(_edited(draft, root / "p", _plain)), root / "plain",
+                                 lambda t: [t.pop(k) for k in list(t) if k.startswith("lilicorr.")]))),
+        ("cli file", ["--speculative-config", str(root / "good.json")]),
+        ("cli inline", ["--speculative-config", json.dumps({"model": ours})]),
+        ("cli short", ["-sc", str(root / "good.json")]),
+        # refused
+        ("missing file", {"model": str(target), "speculative_config": str(root / "none.json")}),
+        ("broken file", {"model": str(target), "speculative_config": str(root / "broken.json")}),
+        ("list file", {"model": str(target), "speculative_config": str(root / "list.json")}),
+        ("unknown in file", {"model": str(target), "speculative_config": str(root / "unknown.json")}),
+        ("unknown inline", model(ours, path_rul="greedy")),
+        ("bad rule", model(ours, path_rule="greedi")),
+        ("bad backend", model(ours, backend="stok")),
+        ("too many", model(ours, num_speculative_tokens=8)),
+        ("none", model(ours, num_speculative_tokens=0)),
+        ("method", model(ours, method="eagle3")),
+        ("exact and probabilistic", model(ours, path_rule="exact", draft_sample_method="probabilistic")),
+        ("our key elsewhere", {"model": str(target), "speculative_config": {"method": "ngram", "model": "ngram", "path_rule": "greedy"}}),
+        ("no such model", model(str(root / "absent"))),
+        ("layers", {"model": str(other), "speculative_config": {"model": ours}}),
+        ("hidden size", model(_edited(draft, root / "hidden", lambda v: v.update(hidden_size=128)))),
+        ("vocabulary", model(_edited(draft, root / "vocab", lambda v: v.update(vocab_size=400)))),
+        ("taps", model(_edited(draft, root / "taps", lambda v: v["dflash_config"].update(target_layer_ids=[1, 6])))),
+        ("tokenizer", model(_edited(draft, root / "hash", lambda v: v["dflash_config"].update(tokenizer_hash="0" * 64)))),
+        ("missing tensor", model(_tensors(draft, root / "less", lambda t: t.pop("lilicorr.out_head.weight")))),
+        ("extra tensor", model(_tensors(draft, root / "more", lambda t: t.update({"lilicorr.extra": t["norm.weight"].clone()})))),
+        ("hidden head", model(_edited(draft, root / "plainhead", _plain))),
+        ("missing field", model(_edited(draft, root / "field", lambda v: v["dflash_config"].pop("lilicorr_logit_scale")))),
+    ]  # fmt: skip
+    process = subprocess.run(
+        [sys.executable, str(HERE / "config_driver.py")], input=json.dumps(cases), env=environment(request.param), text=True,
+        capture_output=True,
+    )  # fmt: skip
+    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, process.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT ")) | {"root": str(root)}
+
+
+def test_what_is_left_out_is_filled_in(outcomes: dict[str, Any]) -> None:
+    found = outcomes["defaults"]["ok"]
+    assert (found["method"], found["num_speculative_tokens"]) == ("dflash", 7)
+    assert found["architectures"] == [hooks.SERVED_ARCHITECTURE]
+    assert found["options"]["path_rule"] == "greedy"
+    assert not found["v2"], "a CPU build serves on the V1 runner"
+
+
+def test_options_reach_the_workers(outcomes: dict[str, Any]) -> None:
+    found = outcomes["options"]["ok"]
+    assert found["num_speculative_tokens"] == 3 and found["options"]["path_rule"] == "exact"
+    assert outcomes["dashes"]["ok"]["num_speculative_tokens"] == 2
+    assert outcomes["flags"]["ok"]["num_speculative_tokens"] == 3
+
+
+def test_a_file_is_read_where_inline_json_is(outcomes: dict[str, Any]) -> None:
+    checkpoint = str(Path(outcomes["root"], "checkpoint").resolve())
+    assert outcomes["file"]["ok"]["model"] == checkpoint, "a relative model is found beside the file"
+    assert outcomes["cli file"]["ok"]["parsed"]["model"] == checkpoint
+    assert outcomes["cli short"]["ok"] == outcomes["cli file"]["ok"]
+    assert outcomes["cli inline"]["ok"]["parsed"]["model"] != checkpoint
+
+
+def test_the_stock_backend_keeps_vllms_own_head(outcomes: dict[str, Any]) -> None:
+    # Which vLLM then refuses on the V1 runner, in its own words.
+    kind, text = outcomes["stock backend"]["error"]
+    assert "candidate-head" in text and "V1" in text
+
+
+def test_the_length_limit_is_the_drafters_and_its_rotary_table_reaches_the_target(outcomes: dict[str, Any]) -> None:
+    found = outcomes["short"]["ok"]
+    assert found["draft_max_model_len"] == found["options"]["max_len"] == 100
+    assert found["max_position_embeddings"] >= 256 + 8
+
+
+def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any]) -> None:
+    assert outcomes["no speculation"]["ok"]["speculative"] is None
+    assert outcomes["ngram"].get("ok") or "UserError" not in outcomes["ngram"]["error"][0]
+    found = outcomes["plain"]["ok"]
+    assert found["architectures"] == ["DFlashDraftModel"] and found["options"] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("missing file", ["none.json", "no such file"]),
+        ("broken file", ["broken.json", "line 3, column 3"]),
+        ("list file", ["list.json", "JSON object"]),
+        ("unknown in file", ["unknown.json", "num_speculative_token", "did you mean 'num_speculative_tokens'"]),
+        ("unknown inline", ["path_rul", "did you mean 'path_rule'"]),
+        ("bad rule", ["path_rule", "greedi", "did you mean 'greedy'"]),
+        ("bad backend", ["backend", "did you mean 'stock'"]),
+        ("too many", ["num_speculative_tokens", "1..7", "got 8"]),
+        ("none", ["num_speculative_tokens", "1..7", "got 0"]),
+        ("method", ["eagle3", "dflash"]),
+        ("exact and probabilistic", ["exact", "probabilistic"]),
+        ("our key elsewhere", ["path_rule", "LiLiCorrDraftModel"]),
+        ("no such model", ["absent", "does not exist"]),
+        ("layers", ["num_target_layers is 6", "5"]),
+        ("hidden size", ["hidden_size is 128", "64"]),
+        ("vocabulary", ["vocab_size is 400", "320"]),
+        ("taps", ["target_layer_ids", "0..5"]),
+        ("tokenizer", ["tokenizer"]),
+        ("missing tensor", ["lilicorr.out_head.weight"]),
+        ("extra tensor", ["lilicorr.extra"]),
+        ("hidden head", ["DFlashDraftModel", "silently ignore", "LiLiCorrDraftModel"]),
+        ("missing field", ["lilicorr_logit_scale", "missing"]),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(outcomes: dict[str, Any], case: str, words: list[str]) -> None:
+    kind, text = outcomes[case].get("error", ("nothing", json.dumps(outcomes[case])))
+    assert kind == "UserError", text
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def test_command_line_errors_have_no_traceback(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    bad = _edited(pair[1], tmp_path / "bad", lambda v: v.update(vocab_size=400))
+    vllm = Path(sys.executable).with_name("vllm")
+    done = subprocess.run(
+        [vllm, "serve", pair[0], "--dtype", "float32", "--max-model-len", "128", "--speculative-config", json.dumps({"model": bad})],
+        env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ") and "vocab_size is 400" in line]
+
+
+def test_every_symbol_is_found_in_the_installed_release() -> None:
+    for symbol in (*hooks.REPLACED, *hooks.RELIED_ON):
+        assert hooks.mismatch(symbol) is None, symbol
+
+
+def test_a_changed_symbol_is_named() -> None:
+    changed = hooks.REPLACED[0]._replace(parameters=("self target_model_config something_new",))
+    assert "something_new" in str(hooks.mismatch(changed))
+    assert hooks.mismatch(changed._replace(name="EngineArgs.gone")) == "is missing"
+
+
+def test_an_unsupported_release_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_lilicorr.errors import UserError
+
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.31.2")
+    hooks.require_supported_vllm.cache_clear()
+    with pytest.raises(UserError, match=r"vLLM 0\.31\.2: .* needs 0\.32 or 0\.33"):
+        hooks.require_supported_vllm()
+    hooks.require_supported_vllm.cache_clear()

@@ -1,0 +1,99 @@
+"""Sampled drafts: what is emitted is distributed as the target's own samples, row by row and seed by seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pairs
+import pytest
+import torch
+from engines import Run, run
+
+from vllm_lilicorr.model.checkpoint import save_draft
+from vllm_lilicorr.model.draft import Draft
+from vllm_lilicorr.target import load_target
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [0, 1, 2, 3, 1, 0, 2, 2]
+ALPHA = 1e-4
+# With 15 degrees of freedom and a test at ALPHA, 1,536 draws find a deviation of w = 0.18 (Cohen's) 9 times in 10, and 6,144
+# draws one of w = 0.09: w = sqrt(sum (p - p0)^2 / p0).
+DRAWS = {"v1": 6144, "v2": 1536}
+
+
+@pytest.fixture(scope="module")
+def four_tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of four tokens and an untrained drafter: it proposes two candidates a slot, often not what the target wants."""
+    root = tmp_path_factory.mktemp("four")
+    target = pairs.make_target(root / "target", vocab=4, seed=3, sharpness=1.5)
+    torch.manual_seed(4)
+    draft = Draft(pairs.draft_config(target, block_size=4, topk=2))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    save_draft(draft, root / "draft")
+    return target, root / "draft"
+
+
+def _expected(target: Path) -> torch.Tensor:
+    """Return P [4, 4] of the first two tokens behind PROMPT at temperature 1."""
+    loaded = load_target(target)
+    ids = torch.tensor([[*PROMPT, token] for token in range(4)])
+    logits = loaded.logits(loaded.forward(ids, torch.arange(ids.shape[1]).expand(4, -1)).final)
+    return logits[0, -2].softmax(-1)[:, None] * logits[:, -1].softmax(-1)
+
+
+def _p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the chi-square test's p-value of counts [4, 4] against probabilities [4, 4]."""
+    total = observed.sum()
+    assert float(expected.min() * total) > 5, "a cell is too rare for the test"
+    statistic = ((observed - expected * total) ** 2 / (expected * total)).sum()
+    degrees = torch.tensor(observed.numel() - 1.0)
+    return float(torch.special.gammaincc(degrees / 2, statistic / 2))
+
+
+def _drawn(four_tokens: tuple[Path, Path], runner: str, release: str = "0.32", falsify: bool = False) -> Run:
+    count = DRAWS[runner]
+    params = [{"temperature": 1.0, "max_tokens": 2, "seed": 1000 + i, "ignore_eos": True, "detokenize": False} for i in range(count)]
+    return run(
+        *four_tokens, [{"prompts": [PROMPT] * count, "params": params}], runner=runner, release=release, falsify=falsify,
+        speculative={"draft_sample_method": "probabilistic"}, skip_tokenizer_init=True, max_model_len=32, max_num_seqs=128,
+        max_num_batched_tokens=2048, enable_prefix_caching=False,
+    )  # fmt: skip
+
+
+def _counts(done: Run) -> torch.Tensor:
+    tally = Counter(tuple(tokens) for tokens in done.tokens(0))
+    return torch.tensor([[float(tally[a, b]) for b in range(4)] for a in range(4)])
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_emitted_tokens_are_distributed_as_the_targets(four_tokens: tuple[Path, Path], runner: str) -> None:
+    done = _drawn(four_tokens, runner)
+    p = _p_value(_counts(done), _expected(four_tokens[0]))
+    print(f"{runner}: {DRAWS[runner]} draws, p = {p:.3f}, tau {done.acceptance_length():.2f}")
+    assert p > ALPHA
+
+
+@pytest.mark.parametrize("runner", ["v1"])
+def test_a_falsified_proposal_is_noticed(four_tokens: tuple[Path, Path], runner: str) -> None:
+    done = _drawn(four_tokens, runner, falsify=True)
+    assert _p_value(_counts(done), _expected(four_tokens[0])) < ALPHA
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_seeds_reproduce_and_greedy_rows_stay_greedy_in_a_mixed_batch(pair: tuple[Path, Path], runner: str) -> None:
+    prompts = pairs.PROMPTS[:6]
+    mixed = [{"temperature": 0 if i % 2 else 0.8, "seed": i, "max_tokens": 16, "ignore_eos": True} for i in range(6)]
+    greedy = [{"temperature": 0, "max_tokens": 16, "ignore_eos": True}] * 6
+    done = run(
+        *pair, [{"prompts": prompts, "params": params} for params in (mixed, mixed, greedy)], runner=runner, max_num_seqs=6,
+        speculative={"draft_sample_method": "probabilistic"}, enable_prefix_caching=False,
+    )  # fmt: skip
+    assert done.tokens(0) == done.tokens(1)
+    assert done.tokens(0)[1::2] == done.tokens(2)[1::2]
+    assert done.tokens(0)[0::2] != done.tokens(2)[0::2], "nothing was sampled"
+    assert done.acceptance_length() > 1.3
