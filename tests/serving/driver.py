@@ -49,7 +49,9 @@ def main() -> None:
         counted += len(prompts)
         began = time.time()
         if phase.get("serial"):
-            outputs = [out for prompt, one in zip(prompts, each, strict=True) for out in llm.generate([prompt], one, use_tqdm=False)]
+            outputs = [
+                out for prompt, one in zip(prompts, each, strict=True) for out in llm.generate([prompt], one, use_tqdm=False)
+            ]
         else:
             outputs = llm.generate(prompts, each, use_tqdm=False)
         result["phases"].append(

@@ -118,7 +118,9 @@ def compare_outputs(target: Path, runs: list[tuple[str, list[int], list[int]]]) 
     return tally
 
 
-def compare_drafts(target: Path, draft: Path, done: Run, phase: int, rule: str = "greedy", slots: int | None = None) -> Comparison:
+def compare_drafts(
+    target: Path, draft: Path, done: Run, phase: int, rule: str = "greedy", slots: int | None = None
+) -> Comparison:
     """Compare every block drafted in a phase with the reference's, teacher-forced with the served tokens."""
     loaded = load_draft(draft, dtype=torch.float32)
     model = load_target(target, loaded.config.target_layer_ids)

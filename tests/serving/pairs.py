@@ -71,7 +71,9 @@ def make_target(folder: Path, *, vocab: int = VOCAB, max_positions: int = 512, s
     return folder
 
 
-def draft_config(target: Path, *, block_size: int = 8, topk: int = 4, max_positions: int = 512, plain: bool = False) -> DraftConfig:
+def draft_config(
+    target: Path, *, block_size: int = 8, topk: int = 4, max_positions: int = 512, plain: bool = False
+) -> DraftConfig:
     values = json.loads((target / "config.json").read_text())
     layers, hidden, vocab = values["num_hidden_layers"], values["hidden_size"], values["vocab_size"]
     theta = values.get("rope_theta") or values["rope_parameters"]["rope_theta"]

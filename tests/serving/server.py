@@ -41,7 +41,12 @@ class Server:
     """`with Server(target, speculative, options, environment) as server:` runs `vllm serve` and waits until it is healthy."""
 
     def __init__(
-        self, target: Path, speculative: dict[str, Any] | Path | None, options: list[str], env: dict[str, str], dtype: str = "float32"
+        self,
+        target: Path,
+        speculative: dict[str, Any] | Path | None,
+        options: list[str],
+        env: dict[str, str],
+        dtype: str = "float32",
     ) -> None:
         self.port = free_port()
         vllm = Path(sys.executable).with_name("vllm")

@@ -159,8 +159,8 @@ def soak(target: Path, draft: Path, seconds: float, streams: int, max_len: int, 
         f"finished: {json.dumps(tally.finished)}; {tally.tokens} tokens; {int(drafts)} request-steps with drafts",
         f"acceptance length {(accepted + drafts) / drafts:.3f}",
         f"greedy outputs against the target: {compared.summary()}",
-        f"memory: {tally.memory[0][1] / 2**20:.0f} MiB at first, {max(m for _, m in tally.memory) / 2**20:.0f} MiB at most, last quarter "
-        f"over second {100 * growth(tally.memory):+.1f} %",
+        f"memory: {tally.memory[0][1] / 2**20:.0f} MiB at first, {max(m for _, m in tally.memory) / 2**20:.0f} MiB at most, "
+        f"last quarter over second {100 * growth(tally.memory):+.1f} %",
         f"errors: {len(tally.errors)}{''.join('; ' + error for error in tally.errors[:5])}",
     ]
     assert healthy, "\n".join(report)
@@ -183,7 +183,13 @@ def main() -> int:
     args = parser.parse_args()
     try:
         report = soak(
-            args.target, args.draft, args.seconds, args.streams, args.max_model_len, args.release, draft_sample_method="probabilistic"
+            args.target,
+            args.draft,
+            args.seconds,
+            args.streams,
+            args.max_model_len,
+            args.release,
+            draft_sample_method="probabilistic",
         )
     except (AssertionError, subprocess.SubprocessError) as error:
         print(f"FAILED\n{error}")

@@ -89,7 +89,7 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("none", model(ours, num_speculative_tokens=0)),
         ("method", model(ours, method="eagle3")),
         ("exact and probabilistic", model(ours, path_rule="exact", draft_sample_method="probabilistic")),
-        ("our key elsewhere", {"model": str(target), "speculative_config": {"method": "ngram", "model": "ngram", "path_rule": "greedy"}}),
+        ("our key elsewhere", model("ngram", method="ngram", path_rule="greedy")),
         ("no such model", model(str(root / "absent"))),
         ("layers", {"model": str(other), "speculative_config": {"model": ours}}),
         ("hidden size", model(_edited(draft, root / "hidden", lambda v: v.update(hidden_size=128)))),
@@ -190,8 +190,9 @@ def test_a_wrong_configuration_is_one_sentence(outcomes: dict[str, Any], case: s
 def test_command_line_errors_have_no_traceback(pair: tuple[Path, Path], tmp_path: Path) -> None:
     bad = _edited(pair[1], tmp_path / "bad", lambda v: v.update(vocab_size=400))
     vllm = Path(sys.executable).with_name("vllm")
+    speculative = ["--speculative-config", json.dumps({"model": bad})]
     done = subprocess.run(
-        [vllm, "serve", pair[0], "--dtype", "float32", "--max-model-len", "128", "--speculative-config", json.dumps({"model": bad})],
+        [vllm, "serve", pair[0], "--dtype", "float32", "--max-model-len", "128", *speculative],
         env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1

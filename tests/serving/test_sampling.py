@@ -57,7 +57,9 @@ def _p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _drawn(four_tokens: tuple[Path, Path], runner: str, release: str = "0.32", falsify: bool = False) -> Run:
     count = DRAWS[runner]
-    params = [{"temperature": 1.0, "max_tokens": 2, "seed": 1000 + i, "ignore_eos": True, "detokenize": False} for i in range(count)]
+    params = [
+        {"temperature": 1.0, "max_tokens": 2, "seed": 1000 + i, "ignore_eos": True, "detokenize": False} for i in range(count)
+    ]
     return run(
         *four_tokens, [{"prompts": [PROMPT] * count, "params": params}], runner=runner, release=release, falsify=falsify,
         speculative={"draft_sample_method": "probabilistic"}, skip_tokenizer_init=True, max_model_len=32, max_num_seqs=128,

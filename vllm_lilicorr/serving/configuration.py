@@ -22,7 +22,7 @@ from . import hooks
 
 logger = logging.getLogger("vllm.vllm_lilicorr")
 
-PATH_RULES = ("greedy", "exact", "exact-normalized")
+PATH_RULES = ("greedy", "exact", "exact-normalized", "argmax")
 BACKENDS = ("lilicorr", "stock")
 OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS}
 
@@ -186,7 +186,9 @@ def _plain_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
         refuse_hidden_head(spec["model"], draft)
     for key in OUR_KEYS.keys() & spec.keys():
         if spec.pop(key) not in ("greedy", "stock"):
-            raise UserError(f"--speculative-config: {key} is an option of candidate heads, {draft.architecture} has none; remove it")
+            raise UserError(
+                f"--speculative-config: {key} is an option of candidate heads, {draft.architecture} has none; remove it"
+            )
     spec.setdefault("method", "dflash")
     spec.setdefault("num_speculative_tokens", draft.num_slots)
     return Plan(spec, draft, "stock", "greedy")
@@ -204,7 +206,9 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
     backend, rule = spec.pop("backend", "lilicorr"), spec.pop("path_rule", "greedy")
     method = spec.setdefault("method", "dflash")
     if method != "dflash":
-        raise UserError(f"{where}: method is '{method}', but {draft.architecture} drafts by \"dflash\"; correct it or leave it out")
+        raise UserError(
+            f"{where}: method is '{method}', but {draft.architecture} drafts by \"dflash\"; correct it or leave it out"
+        )
 
     slots = spec.setdefault("num_speculative_tokens", draft.num_slots)
     if not isinstance(slots, int) or isinstance(slots, bool) or not 1 <= slots <= draft.num_slots:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .plain import PlainHead
+from .plain import PlainHead, PlainProposal
+from .timing import Timing
 from .trace import debug
 
 PLAIN_VARIABLE = "LILICORR_PLAIN_HEAD"
@@ -23,6 +25,7 @@ class DraftingHead:
         self.model, self.max_blocks = model, max_blocks
         self._heads: dict[int, Any] = {}
         self._debug = debug()
+        self.timing = Timing.from_environment()
 
     def _head(self, num_slots: int) -> Any:
         if num_slots not in self._heads:
@@ -44,24 +47,61 @@ class DraftingHead:
         Blocks marked in withheld [N] bool propose `null_token` in every slot, and nothing else.
         """
         model, head = self.model, self._head(slot_hidden.shape[1])
-        logits = model.shard_logits(slot_hidden.flatten(0, 1))
-        if model.tp_size == 1:
-            ids, _ = head.candidates(logits, vocab_size=model.shard_size)
-        else:
-            packed = head.shard_candidates(logits, vocab_start=model.shard_start, vocab_size=model.shard_size)
-            ids, _ = head.merge_candidates(model.gather_shards(packed))
-        if withheld is not None:
-            # K times the same candidate: whatever is scored and walked, the path and the proposal are that token's.
-            ids.masked_fill_(withheld[:, None, None], null_token)
-        embedding = model.plain_embedding()
-        if embedding is None:
-            options["token_embeddings"] = model.embed_candidates(ids)
-        else:
-            options["embedding"] = embedding
-        proposal = head.propose(slot_hidden, anchor_hidden, anchor_valid, rule=rule, **options)
+        with self.timing.part("candidates"):
+            if model.tp_size == 1:
+                ids, log_probs = head.candidates_from_hidden(slot_hidden, model.shard_logits, vocab_size=model.shard_size)
+            else:
+                logits = model.shard_logits(slot_hidden.flatten(0, 1))
+                packed = head.shard_candidates(logits, vocab_start=model.shard_start, vocab_size=model.shard_size)
+                ids, log_probs = head.merge_candidates(model.gather_shards(packed))
+        with self.timing.part("head and walk"):
+            if rule == "argmax":
+                proposal = first_candidates(ids, log_probs, withheld, null_token, options)
+            else:
+                proposal = self._correlate(
+                    head, ids, slot_hidden, anchor_hidden, anchor_valid, rule, withheld, null_token, options
+                )
         if self._debug:
             check_indices(proposal, model.config.vocab_size)
         return proposal
+
+    def _correlate(
+        self,
+        head: Any,
+        ids: Tensor,
+        slot_hidden: Tensor,
+        anchor_hidden: Tensor,
+        anchor_valid: Tensor,
+        rule: str,
+        withheld: Tensor | None,
+        null_token: int,
+        options: dict[str, Any],
+    ) -> Any:
+        if withheld is not None:
+            # K times the same candidate: whatever is scored and walked, the path and the proposal are that token's.
+            ids.masked_fill_(withheld[:, None, None], null_token)
+        embedding = self.model.plain_embedding()
+        if embedding is None:
+            options["token_embeddings"] = self.model.embed_candidates(ids)
+        else:
+            options["embedding"] = embedding
+        return head.propose(slot_hidden, anchor_hidden, anchor_valid, rule=rule, **options)
+
+
+def first_candidates(
+    ids: Tensor, log_probs: Tensor, withheld: Tensor | None, null_token: int, options: dict[str, Any]
+) -> PlainProposal:
+    """Return each slot's most probable token as the proposal: what the drafter is worth without its head."""
+    tokens = ids[..., 0]
+    if withheld is not None:
+        tokens = tokens.masked_fill(withheld[:, None], null_token)
+    out, rows = options.get("tokens_out"), options.get("rows")
+    if out is not None:
+        live = tokens.new_ones(len(tokens), dtype=torch.bool) if rows is None else rows >= 0
+        out[: len(tokens)].copy_(torch.where(live[:, None], tokens, out[: len(tokens)]))
+    index = torch.zeros_like(tokens)
+    one_hot = torch.zeros_like(log_probs).scatter_(-1, index[..., None], 1.0)
+    return PlainProposal(tokens, index, ids, log_probs, log_probs, one_hot)
 
 
 def build_head(head: Any, *, max_blocks: int, num_slots: int) -> Any:

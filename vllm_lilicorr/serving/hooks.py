@@ -55,18 +55,22 @@ _PROPOSE_V1 = (
     "common_attn_metadata sampling_metadata mm_embed_inputs num_rejected_tokens_gpu slot_mappings"
 )
 _FIRST_PASS = (
-    "self target_token_ids next_token_ids target_positions target_hidden_states token_indices_to_sample cad num_rejected_tokens_gpu"
+    "self target_token_ids next_token_ids target_positions target_hidden_states token_indices_to_sample cad "
+    "num_rejected_tokens_gpu"
 )
 _PROPOSE_V2 = (
     "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled num_rejected last_sampled "
-    "next_prefill_tokens temperature seeds dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens"
+    "next_prefill_tokens temperature seeds dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs is_profile "
+    "num_speculative_tokens"
 )
 _GENERATE = "self num_reqs num_tokens_padded attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode"
 _BASE_V1, _DFLASH_V2 = "v1.spec_decode.llm_base_proposer", "v1.worker.gpu.spec_decode.dflash.speculator"
 
 RELIED_ON = (
     _symbol("v1.spec_decode.dflash", "DFlashProposer.set_inputs_first_pass", _FIRST_PASS),
-    _symbol("v1.spec_decode.dflash", "DFlashProposer.dummy_run", "self num_tokens use_cudagraphs is_graph_capturing slot_mappings"),
+    _symbol(
+        "v1.spec_decode.dflash", "DFlashProposer.dummy_run", "self num_tokens use_cudagraphs is_graph_capturing slot_mappings"
+    ),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer.propose", _PROPOSE_V1),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer._sample_draft_tokens", "self hidden_states sampling_metadata"),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer.take_last_draft_probs", "self"),
@@ -218,8 +222,8 @@ def _replace_init_speculator(module: ModuleType) -> None:
     module.init_speculator = init_speculator
     # Where the runner was imported first it holds the name already.
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
-    if getattr(runner, "init_speculator", None) is stock:
-        runner.init_speculator = init_speculator  # type: ignore[union-attr]
+    if runner is not None and getattr(runner, "init_speculator", None) is stock:
+        setattr(runner, "init_speculator", init_speculator)  # noqa: B010  a module has no such attribute to the type checker
 
 
 def _register_model(module: ModuleType) -> None:

@@ -118,6 +118,6 @@ class ServedLiLiCorr(DFlashQwen3ForCausalLM):
         for part in (theirs, self.lm_head):
             if part.shard_indices.num_added_elements:
                 raise UserError(
-                    f"the target has {part.shard_indices.num_added_elements} tokens of added vocabulary, which the drafter was not "
-                    "trained with; serve it without them"
+                    f"the target has {part.shard_indices.num_added_elements} tokens of added vocabulary, which the drafter was "
+                    "not trained with; serve it without them"
                 )

@@ -47,6 +47,11 @@ class PlainHead:
         self._found = ids, log_probs.float()
         return self._found
 
+    def candidates_from_hidden(
+        self, slot_hidden: Tensor, lm_head: Callable[[Tensor], Tensor], *, vocab_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.candidates(lm_head(slot_hidden.flatten(0, 1)), vocab_size=vocab_size)
+
     def propose(
         self,
         slot_hidden: Tensor,

@@ -109,9 +109,7 @@ class LiLiCorrProposer(DFlashProposer):
         block_cad.seq_lens = torch.where(past, context, block_cad.seq_lens)
         block_cad.max_seq_len = min(block_cad.max_seq_len, self.max_model_len)
 
-    def _sample_draft_tokens(
-        self, hidden_states: Tensor, sampling_metadata: SamplingMetadata
-    ) -> tuple[Tensor, Tensor | None]:
+    def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
         slots = self.num_speculative_tokens
         slot_hidden = hidden_states.unflatten(0, (-1, slots))
         batch = len(slot_hidden)
@@ -159,11 +157,14 @@ class LiLiCorrProposer(DFlashProposer):
         slot_mappings: Any = None,
     ) -> Any:
         """Return drafts [batch, slots]; where rows are past the limit, a list per request instead, empty for those."""
+        timing = self.drafting.timing
+        timing.enter()
         drafts = super().propose(
             num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids,
             token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu,
             slot_mappings,
         )  # fmt: skip
+        timing.leave(int(common_attn_metadata.num_reqs), common_attn_metadata.max_query_len)
         if num_speculative_tokens == 0:
             return drafts
         fits = None if self._fits is None else self._fits.tolist()

@@ -86,9 +86,7 @@ class LiLiCorrSpeculator(DFlashSpeculator):
             for group in self.draft_kv_cache_group_ids:
                 queries = self.block_tables.slot_mappings[group, : num_reqs * self.num_query_per_req].view(num_reqs, -1)
                 queries.masked_fill_(past[:, None], PAD_SLOT_ID)
-        hidden = self._run_model(
-            num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
-        )
+        hidden = self._run_model(num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
         self._proposal = self.drafting.propose(
             hidden[self.sample_indices[:count]].view(num_reqs, slots, -1),
             self.anchor_hidden[:num_reqs],
