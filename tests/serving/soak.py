@@ -24,7 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import compare_outputs, environment  # noqa: E402
-from server import Server, resident_bytes  # noqa: E402
+
+from vllm_lilicorr.bench._server import Server, resident_bytes  # noqa: E402
 
 SCHEMA = {
     "type": "object",
