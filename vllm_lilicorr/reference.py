@@ -157,7 +157,7 @@ class ReferenceDecoder:
         for row, done in enumerate(state.done):
             if not done and drafting[row]:
                 assert proposal is not None
-                margin = float(proposal.margin[row])
+                margin = proposal.margin[row].item()
                 state.decoded[row].blocks.append(
                     Block(int(anchors[row]), tuple(drafts[row].tolist()), int(accepted[row]), margin)
                 )
