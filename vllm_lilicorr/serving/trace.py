@@ -60,6 +60,8 @@ class Trace:
     def _finish(self, request: str, accepted: int | None) -> None:
         block = self._pending.pop(request, None)
         if block is not None:
+            # More than was drafted: the request was preempted, and what ran is its prompt again.
+            count = None if count is not None and count > len(block["drafts"]) else count
             self._file.write(json.dumps(block | {"accepted": accepted}) + "\n")
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class LiLiCorrProposer(DFlashProposer):
         self._anchor_positions: Tensor | None = None
         self._fits: Tensor | None = None
         self._probs_buffer: Tensor | None = None
+        self._written: Tensor | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -92,22 +93,25 @@ class LiLiCorrProposer(DFlashProposer):
         are touched; what they compute is not used.
         """
         width = 1 + self.num_speculative_tokens
+        # The runner's maximum can shrink after the proposer is built (automatic fitting to the memory).
+        longest = self.max_model_len if self.runner is None else self.runner.max_model_len
+        limit = min(self.limit, longest)
         self._fits = None
         # `max_seq_len` is on the host and counts rejected tokens too: where even that fits, every row does.
-        if cad.max_seq_len + width <= self.limit:
+        if cad.max_seq_len + width <= limit:
             return
         assert self._anchor_positions is not None
-        self._fits = self._anchor_positions + width <= self.limit
+        self._fits = self._anchor_positions + width <= limit
         past = ~self._fits
         slots = block_cad.slot_mapping.view(batch, width)
         slots.masked_fill_(past[:, None], PADDING_SLOT_ID)
         queries = self._get_positions(batch * width)
         queries = queries[0] if queries.ndim > 1 else queries
-        queries.clamp_(max=self.max_model_len - 1)
+        queries.clamp_(max=longest - 1)
         # At least as many keys as queries: what no attention kernel expects otherwise.
         context = (block_cad.seq_lens - width).clamp_min(width).to(block_cad.seq_lens.dtype)
         block_cad.seq_lens = torch.where(past, context, block_cad.seq_lens)
-        block_cad.max_seq_len = min(block_cad.max_seq_len, self.max_model_len)
+        block_cad.max_seq_len = min(block_cad.max_seq_len, longest)
 
     def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
         slots = self.num_speculative_tokens
@@ -127,7 +131,22 @@ class LiLiCorrProposer(DFlashProposer):
         self._proposal = self.drafting.propose(
             slot_hidden, self._anchor_hidden, valid, "sampled", temperature=temperature, uniforms=uniforms
         )
-        return self._proposal.tokens.flatten(), self._proposal.dense(self.vocab_size).flatten(0, 1)
+        return self._proposal.tokens.flatten(), self._dense(self._proposal).flatten(0, 1)
+
+    def _dense(self, proposal: Any) -> Tensor:
+        """Return the proposal as [batch, slots, V], zero off the candidates, in a buffer the next step overwrites.
+
+        The runner hands it to the verifier before it drafts again. Only what was written is cleared: wiping the whole
+        vocabulary for every slot of every step would take longer than the head.
+        """
+        batch, slots = proposal.tokens.shape
+        buffer = self._probs_buffer
+        if buffer is None or len(buffer) < batch or buffer.shape[1] != slots:
+            buffer = self._probs_buffer = proposal.probs.new_zeros(batch, slots, self.vocab_size)
+        elif self._written is not None:
+            buffer[: len(self._written)].scatter_(-1, self._written, 0.0)
+        self._written = proposal.ids.clone()
+        return buffer[:batch].scatter_(-1, proposal.ids, proposal.probs)
 
     def _uniforms(self, batch: int, slots: int, seeded: dict[int, torch.Generator]) -> Tensor:
         """Return draws [batch, slots]: of a seeded request a function of its seed and the anchor's position alone."""
@@ -167,15 +186,14 @@ class LiLiCorrProposer(DFlashProposer):
         timing.leave(int(common_attn_metadata.num_reqs), common_attn_metadata.max_query_len)
         if num_speculative_tokens == 0:
             return drafts
-        fits = None if self._fits is None else self._fits.tolist()
         if self.trace is not None:
             starts = common_attn_metadata.query_start_loc
-            self._record(drafts, fits, starts[1:] - starts[:-1], num_rejected_tokens_gpu)
-        if fits is None or all(fits):
+            self._record(drafts, starts[1:] - starts[:-1], num_rejected_tokens_gpu)
+        if self._fits is None:
             return drafts
-        if self.runner is None or not self.runner.use_async_scheduling:
-            return [row if fit else [] for row, fit in zip(drafts.tolist(), fits, strict=True)]
-        return self._null_drafts(drafts)
+        if self.runner is not None and self.runner.use_async_scheduling:
+            return self._null_drafts(drafts)
+        return [row if fit else [] for row, fit in zip(drafts.tolist(), self._fits.tolist(), strict=True)]
 
     def _null_drafts(self, drafts: Tensor) -> Tensor:
         """Asynchronous scheduling verifies a fixed number of drafts: a withheld row proposes the mask token, with certainty.
@@ -186,8 +204,9 @@ class LiLiCorrProposer(DFlashProposer):
         past = ~self._fits
         drafts = drafts.masked_fill(past[:, None], self.parallel_drafting_token_id)
         if self._last_draft_probs is not None:
-            self._last_draft_probs.masked_fill_(past[:, None, None], 0.0)
-            self._last_draft_probs[:, :, self.parallel_drafting_token_id].masked_fill_(past[:, None], 1.0)
+            probs = self._last_draft_probs.masked_fill(past[:, None, None], 0.0)
+            probs[:, :, self.parallel_drafting_token_id].masked_fill_(past[:, None], 1.0)
+            self._last_draft_probs = probs
         return drafts
 
     def dummy_run(
@@ -204,11 +223,12 @@ class LiLiCorrProposer(DFlashProposer):
         hidden = torch.zeros(batch, self.num_speculative_tokens, width, dtype=self.dtype, device=self.device)
         self.drafting.propose(hidden, hidden[:, 0], torch.ones(batch, dtype=torch.bool, device=self.device), self.rule)
 
-    def _record(self, drafts: Tensor, fits: list[bool] | None, widths: Tensor, rejected: Tensor | None) -> None:
+    def _record(self, drafts: Tensor, widths: Tensor, rejected: Tensor | None) -> None:
         assert self.trace is not None and self._anchor_positions is not None
         count = len(drafts)
         # Rows in the middle of a prompt: their drafts are dropped by the scheduler.
         live = [not unfinished for unfinished in self.runner.discard_request_mask.np[:count].tolist()]
+        fits = [True] * count if self._fits is None else self._fits.tolist()
         verified = (widths - 1).tolist()
         accepted = (widths - 1 - (0 if rejected is None else rejected[:count])).tolist()
         self.trace.step(
@@ -216,6 +236,6 @@ class LiLiCorrProposer(DFlashProposer):
             live,
             self._anchor_positions.tolist(),
             self._proposal.ids.tolist(),
-            [row if fits is None or fits[i] else [] for i, row in enumerate(drafts.tolist())],
+            [row if fit else [] for row, fit in zip(drafts.tolist(), fits, strict=True)],
             [done if asked and rejected is not None else None for asked, done in zip(verified, accepted, strict=True)],
         )

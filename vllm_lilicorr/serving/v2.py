@@ -66,7 +66,8 @@ class LiLiCorrSpeculator(DFlashSpeculator):
     def _past_limit(self, num_reqs: int) -> Tensor:
         """Return [num_reqs] bool: the block's last position lies at or past the drafter's limit (or the target's)."""
         last = self.sample_pos[: num_reqs * self.num_speculative_steps].view(num_reqs, -1)[:, -1]
-        return last >= self.limit
+        # vLLM's maximum can shrink after the speculator is built (automatic fitting to the memory).
+        return last >= min(self.limit, self.max_model_len)
 
     def _generate_draft(
         self,
