@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+from .rms_norm import normalized_torch
 
 
 @triton.jit
@@ -45,9 +46,9 @@ def anchor_operand_torch(x, offset, weight, eps, anchor, out):
     """`anchor_operand` in torch operations."""
     n, width = anchor.shape
     left, right = out.view(n, -1, 2 * width).split(width, dim=-1)
-    x = x if offset is None else x + offset.to(x.dtype)
-    left.copy_(torch.nn.functional.rms_norm(x, (width,), weight, eps).view_as(left))
-    torch.mul(left, anchor[:, None], out=right)
+    y = normalized_torch(x if offset is None else x + offset.to(x.dtype), weight, eps).view_as(left)
+    left.copy_(y)
+    right.copy_(y.mul_(anchor[:, None]))
     return out
 
 

@@ -257,7 +257,8 @@ def lattice_attention_torch(q, k, v, relative_slot_bias, same_slot_bias, topk, o
     distance = _distance(nodes // topk, topk, q.device)
     bias = relative_slot_bias[:, distance + block_size - 1] + same_slot_bias[:, None, None] * (distance == 0)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).transpose(1, 2)
+    # A mask of four dimensions takes the fused path on the CPU, one of three the unfused.
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].to(q.dtype)).transpose(1, 2)
     return attended.contiguous() if out is None else out.copy_(attended)
 
 

@@ -2,9 +2,10 @@
 
     node(s, k) = token_proj(E[c_{s,k}]) + pass_hidden_proj(d_s) + feature_mlp(feature_norm(f_{s,k})) + slot[s] + rank[k]
 
-Its matrix products share one accumulator: with operand = [E[c], SiLU(up(feature_norm(f)))] and base = pass_hidden_proj(d_s) + slot[s] +
-rank[k] + biases, node = base + operand [token_proj | feature_mlp.down_proj]^T is one product that adds to its output. This operation
-writes operand and base. Where the head is as wide as the target there is no token_proj: E[c] goes to base.
+Its matrix products share one accumulator: with active = SiLU(up(feature_norm(f))) and base = pass_hidden_proj(d_s) + slot[s] + rank[k] +
+biases, node = base + E[c] token_proj^T + active feature_mlp.down_proj^T, and where tokens = E[c] and active lie side by side in memory that is
+one product that adds to its output. This operation writes tokens, active and base. Where the head is as wide as the target there is no
+token_proj: E[c] goes to base.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class FeatureWeights(NamedTuple):
 @triton.jit
 def _lattice_nodes_kernel(
     ids_ptr, log_probs_ptr, embedding_ptr, embedding_stride, slot_states_ptr, slot_states_stride, positions_ptr,
-    norm_weight_ptr, norm_bias_ptr, up_weight_ptr, up_bias_ptr, operand_ptr, base_ptr, slots, hidden, width, eps,
-    K: tl.constexpr, PROJECTED: tl.constexpr, BLOCK: tl.constexpr,
+    norm_weight_ptr, norm_bias_ptr, up_weight_ptr, up_bias_ptr, tokens_ptr, tokens_stride, active_ptr, active_stride, base_ptr,
+    slots, hidden, width, eps, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     node, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot_row, rank = node // K, node % K
     dtype = base_ptr.dtype.element_ty
     in_width = column < width
-    token = tl.load(ids_ptr + node).to(tl.int64)
-    tokens_ptr = embedding_ptr + token * embedding_stride + column
-    operand_ptr += node.to(tl.int64) * (width + (hidden if PROJECTED else 0)) + column
-    if PROJECTED:
+    # TOKENS: what becomes of E[c]. 0: nothing here, 1: to `tokens`, 2: to `base`.
+    if TOKENS != 0:
+        embedding_ptr += tl.load(ids_ptr + node).to(tl.int64) * embedding_stride + column
+    if TOKENS == 1:
         in_hidden = column < hidden
-        tl.store(operand_ptr, tl.load(tokens_ptr, mask=in_hidden, other=0.0).to(dtype), mask=in_hidden)
-        operand_ptr += hidden
+        token = tl.load(embedding_ptr, mask=in_hidden, other=0.0).to(dtype)
+        tl.store(tokens_ptr + node.to(tl.int64) * tokens_stride + column, token, mask=in_hidden)
     if tl.program_id(1) * BLOCK < width:
         # f = [log p, p, log p - max log p, rank / (K-1), rank == 0], rounded to the head's dtype, then LayerNorm over the five.
         ranks = tl.arange(0, K)
@@ -66,28 +67,28 @@ def _lattice_nodes_kernel(
         for i in tl.static_range(5):
             one = tl.sum(tl.where(f == i, features, 0.0), axis=0)
             up += one * tl.load(up_weight_ptr + i * width + column, mask=in_width, other=0.0).to(tl.float32)
-        tl.store(operand_ptr, (up * tl.sigmoid(up)).to(dtype), mask=in_width)
+        tl.store(active_ptr + node.to(tl.int64) * active_stride + column, (up * tl.sigmoid(up)).to(dtype), mask=in_width)
 
         base = tl.load(slot_states_ptr + slot_row.to(tl.int64) * slot_states_stride + column, mask=in_width, other=0.0).to(tl.float32)
         base += tl.load(positions_ptr + ((slot_row % slots) * K + rank) * width + column, mask=in_width, other=0.0).to(tl.float32)
-        if not PROJECTED:
-            base += tl.load(tokens_ptr, mask=in_width, other=0.0).to(tl.float32)
+        if TOKENS == 2:
+            base += tl.load(embedding_ptr, mask=in_width, other=0.0).to(tl.float32)
         tl.store(base_ptr + node.to(tl.int64) * width + column, base.to(dtype), mask=in_width)
 
 
-def _lattice_nodes_triton(ids, log_probs, embedding, slot_states, positions, features, operand, base):
+def _lattice_nodes_triton(ids, log_probs, embedding, slot_states, positions, features, tokens, active, base):
     n, slots, topk = ids.shape
-    width, hidden = base.shape[1], embedding.shape[1]
-    projected = operand.shape[1] > width
-    _lattice_nodes_kernel[(n * slots * topk, cdiv(max(hidden, width) if projected else width, _BLOCK))](
-        ids, log_probs, embedding, embedding.stride(0), slot_states, slot_states.stride(0), positions, *features,
-        operand, base, slots, hidden, width, LAYER_NORM_EPS, K=topk, PROJECTED=projected,
-        BLOCK=min(_BLOCK, next_power_of_2(max(hidden, width))), num_warps=4,
+    width, hidden = base.shape[1], 0 if tokens is None else tokens.shape[1]
+    block = min(_BLOCK, next_power_of_2(max(hidden, width)))
+    table, out = base if embedding is None else embedding, base if tokens is None else tokens
+    _lattice_nodes_kernel[(n * slots * topk, cdiv(max(hidden, width), block))](
+        ids, log_probs, table, table.stride(0), slot_states, slot_states.stride(0), positions, *features,
+        out, out.stride(0), active, active.stride(0), base, slots, hidden, width, LAYER_NORM_EPS,
+        K=topk, TOKENS=0 if embedding is None else 2 if tokens is None else 1, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return operand, base
 
 
-def lattice_nodes_torch(ids, log_probs, embedding, slot_states, positions, features, operand, base):
+def lattice_nodes_torch(ids, log_probs, embedding, slot_states, positions, features, tokens, active, base):
     """`lattice_nodes` in torch operations."""
     n, slots, topk = ids.shape
     width, dtype = base.shape[1], base.dtype
@@ -96,49 +97,57 @@ def lattice_nodes_torch(ids, log_probs, embedding, slot_states, positions, featu
     columns = (wide, wide.exp(), wide - wide.amax(-1, keepdim=True), rank / max(topk - 1, 1), (rank == 0).float())
     f = torch.stack([column.expand_as(wide) for column in columns], dim=-1).to(dtype)
     f = torch.nn.functional.layer_norm(f, (5,), features.norm_weight, features.norm_bias, LAYER_NORM_EPS)
-    active = torch.addmm(features.up_bias, f.view(-1, 5), features.up_weight)
-    operand[:, -width:] = torch.nn.functional.silu(active, inplace=True)
+    up = torch.addmm(features.up_bias, f.view(-1, 5), features.up_weight, out=active)
+    torch.nn.functional.silu(up, inplace=True)
     table = positions.view(1, -1, topk, width)[:, :slots]
     torch.add(slot_states.view(n, slots, 1, width), table, out=base.view(n, slots, topk, width))
-    tokens = embedding.index_select(0, ids.flatten())
-    if operand.shape[1] > width:
-        operand[:, :-width] = tokens
+    if embedding is None:
+        return
+    if tokens is None:
+        base += embedding.index_select(0, ids.flatten())
+    elif tokens.dtype == embedding.dtype:
+        torch.index_select(embedding, 0, ids.flatten(), out=tokens)
     else:
-        base += tokens
-    return operand, base
+        tokens.copy_(embedding.index_select(0, ids.flatten()))
 
 
 def lattice_nodes(
     ids: torch.Tensor,
     log_probs: torch.Tensor,
-    embedding: torch.Tensor,
+    embedding: torch.Tensor | None,
     slot_states: torch.Tensor,
     positions: torch.Tensor,
     features: FeatureWeights,
-    operand: torch.Tensor,
+    tokens: torch.Tensor | None,
+    active: torch.Tensor,
     base: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `operand` [N*S*K, D] and `base` [N*S*K, W], filled so that base + operand @ (weights [W, D])^T is the node tensor.
+) -> None:
+    """Fills tokens [N*S*K, H], active [N*S*K, W] and base [N*S*K, W]: base + tokens token_proj^T + active down_proj^T is the node tensor.
 
-    ids [N, S, K] int64 and log_probs [N, S, K] float32, contiguous: the candidates; embedding [V, H]: rows by id, at any stride;
-    slot_states [N*S, W]: pass_hidden_proj(d_s); positions [>= S*K, W]: slot table + rank table + the products' biases, slot-major;
-    D = H + W (token embedding, then feature activations), or W where the head is as wide as the target. Features are computed in float32 and rounded
-    to the head's dtype before feature_norm. Raises ValueError on shapes that do not fit. The node of the paper, Appendix A.
+    ids [N, S, K] int64 and log_probs [N, S, K] float32, contiguous: the candidates; embedding [V, H]: rows by id, at any stride; slot_states
+    [N*S, W]: pass_hidden_proj(d_s); positions [>= S*K, W]: slot table + rank table + the products' biases, slot-major. tokens and active may be
+    columns of one tensor. tokens None: no token_proj, the embedding (H = W) goes to base. embedding None: the caller has the candidates'
+    rows and multiplies them itself. Features are computed in float32 and rounded to the head's dtype before feature_norm.
+    Raises ValueError on shapes that do not fit. The node of the paper, Appendix A.
     """
     n, slots, topk = ids.shape
-    width, hidden = base.shape[1], embedding.shape[1]
+    rows, width = base.shape
     check_shape("log_probs", log_probs, n, slots, topk)
     check_shape("base", base, n * slots * topk, width)
+    check_shape("active", active, rows, width)
     check_shape("slot_states", slot_states, n * slots, width)
     check_shape("positions", positions, -1, width)
     check_shape("up_weight", features.up_weight, 5, width)
-    check_shape("operand", operand, n * slots * topk, hidden + width if operand.shape[1] > width else width)
-    if operand.shape[1] == width and hidden != width:
-        raise ValueError(f"operand must be [.., {hidden + width}]: embeddings of {hidden} need a projection to {width}")
+    if embedding is None:
+        tokens = None
+    elif tokens is None:
+        check_shape("embedding", embedding, -1, width)
+    else:
+        check_shape("tokens", tokens, rows, embedding.shape[1])
     if positions.shape[0] < slots * topk:
         raise ValueError(f"positions must hold at least {slots * topk} rows, got {positions.shape[0]}")
-    for name, tensor in {"ids": ids, "log_probs": log_probs, "operand": operand, "base": base, "positions": positions}.items():
+    for name, tensor in {"ids": ids, "log_probs": log_probs, "base": base, "positions": positions}.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     run = _lattice_nodes_triton if use_triton(base) else lattice_nodes_torch
-    return run(ids, log_probs, embedding, slot_states, positions, features, operand, base)
+    run(ids, log_probs, embedding, slot_states, positions, features, tokens, active, base)

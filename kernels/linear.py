@@ -35,7 +35,7 @@ class PackedLinear:
         self.bias = None if bias is None else bias.contiguous()
         packed = _pack(weight)
         self._packed = packed
-        self._weight = weight.contiguous().t() if packed is None else None
+        self._weight = weight.t() if packed is None else None
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x W^T + b, [n, out]."""

@@ -40,14 +40,22 @@ def _rms_norm_triton(x, weight, eps, offset, valid, out):
     return out
 
 
+def normalized_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns RMSNorm(x) * weight in float32 (torch's own rms_norm makes a pass over memory for each arithmetic step on the CPU)."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (torch.mul(wide, scale) if wide is x else wide.mul_(scale)).mul_(weight)
+
+
 def rms_norm_torch(x, weight, eps, offset=None, valid=None, out=None):
     """`rms_norm` in torch operations."""
     if offset is not None:
         x = x + offset.to(x.dtype)
     if valid is not None:
         x = x.where(valid[:, None], torch.zeros_like(x))
-    y = torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
-    return y if out is None else out.copy_(y)
+    y = normalized_torch(x, weight, eps)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def rms_norm(

@@ -252,43 +252,38 @@ def uniforms_torch(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
     return torch.where(c0 > 0x7FFFFFFF, word - c0, c0).float() * _UNIFORM_SCALE
 
 
-def _choose_torch(pair_scores: torch.Tensor, rule: str, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns index [N, S], scores z and probs [N, S, K] of the walk through usable pair_scores [N, S, K, K]."""
-    n, slots, topk, _ = pair_scores.shape
-    blocks = torch.arange(n, device=pair_scores.device)
-    index = torch.zeros(n, slots, dtype=torch.int64, device=pair_scores.device)
-    if rule.startswith("exact"):
-        path = pair_scores
-        if rule == "exact-normalized":
-            path = path - path.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(path.dtype).min)
-        best, back = path[:, 0, 0], []
-        for s in range(1, slots):
-            best, pointer = (best[:, :, None] + path[:, s]).max(1)
-            back.append(pointer)
-        index[:, -1] = best.argmax(-1)
-        for s in reversed(range(slots - 1)):
-            index[:, s] = back[s][blocks, index[:, s + 1]]
-        before = torch.nn.functional.pad(index[:, :-1], (1, 0))
-        scores = pair_scores.gather(2, before[..., None, None].expand(-1, -1, 1, topk))[:, :, 0]
-        return index, scores, torch.nn.functional.one_hot(index, topk).float()
+def _pick(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Returns table [N, S, K, ..] at index [N, S] of its third dimension."""
+    tail = table.shape[3:]
+    return table.gather(2, index.view(*index.shape, *[1] * (1 + len(tail))).expand(-1, -1, 1, *tail))[:, :, 0]
 
-    scores, probs = pair_scores.new_empty(n, slots, topk), pair_scores.new_empty(n, slots, topk)
-    previous = index[:, 0]
-    for s in range(slots):
-        z = pair_scores[blocks, s, previous]
-        top, previous = z.max(-1, keepdim=True)
-        slot = torch.zeros_like(z).scatter_(1, previous, 1.0)
-        if rule == "sampled":
-            warm = ((z - top) / temperature[:, None]).softmax(-1)
-            drawn = (temperature > 0)[:, None] & (top > -torch.inf)
-            slot = torch.where(drawn, warm, slot)
-            cumulative = slot.cumsum(-1)
-            pick = (cumulative <= uniforms[:, s, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
-            previous = torch.where(drawn & (pick < topk), pick, previous)
-        scores[:, s], probs[:, s] = z, slot
-        previous = previous[:, 0]
-        index[:, s] = previous
-    return index, scores, probs
+
+def _successors_torch(scores: torch.Tensor, rule: str, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what each candidate would be followed by, [N, S, K] int64, and the distribution that is drawn from, [N, S, K, K]."""
+    top, successor = scores.max(-1)
+    probs = torch.nn.functional.one_hot(successor, scores.shape[-1]).float()
+    if rule == "greedy":
+        return successor, probs
+    warm = ((scores - top[..., None]) / temperature[:, None, None, None]).softmax(-1)
+    drawn = (temperature > 0)[:, None, None] & (top > -torch.inf)
+    cumulative = warm.cumsum(-1)
+    pick = (cumulative <= uniforms[:, :, None, None] * cumulative[..., -1:]).sum(-1)
+    successor = torch.where(drawn & (pick < scores.shape[-1]), pick, successor)
+    return successor, torch.where(drawn[..., None], warm, probs)
+
+
+def _viterbi_torch(scores: torch.Tensor, rule: str) -> torch.Tensor:
+    """Returns the path [N, S] of greatest total score."""
+    if rule == "exact-normalized":
+        scores = scores - scores.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    best, back = scores[:, 0, 0], []
+    for s in range(1, scores.shape[1]):
+        best, pointer = (best[:, :, None] + scores[:, s]).max(1)
+        back.append(pointer)
+    path = [best.argmax(-1, keepdim=True)]
+    for pointer in reversed(back):
+        path.append(pointer.gather(1, path[-1]))
+    return torch.cat(path[::-1], 1)
 
 
 def score_and_walk_torch(
@@ -296,22 +291,40 @@ def score_and_walk_torch(
 ):  # fmt: skip
     """`score_and_walk` in torch operations."""
     n, slots, topk = ids.shape
-    live = torch.arange(n, device=ids.device) if rows is None else (rows >= 0).nonzero()[:, 0]
-    row = live if rows is None else rows[live].long()
-    o, i, a = (torch.nn.functional.normalize(x.float(), dim=-1, eps=eps) for x in (out, incoming, anchor))
-    o, i, a = o.view(n, slots, topk, -1)[live], i.view(n, slots, topk, -1)[live], a[live]
-    before = torch.cat((a[:, None, None].expand(-1, 1, topk, -1), o[:, :-1]), 1)
-    pair_scores = sigma * (before @ i.transpose(-1, -2))
-    uniforms = None
-    if rule == "sampled":
-        temperature = temperature.float()[row]
-        uniforms = random.uniforms[live] if random.uniforms is not None else uniforms_torch(random.seeds[row, None], random.positions[live])
-    usable = pair_scores.where(~pair_scores.isnan(), -torch.inf)
-    index, scores, probs = _choose_torch(usable, rule, temperature, uniforms)
-    hopeless = (scores.amax(-1, keepdim=True) == -torch.inf) & (torch.arange(topk, device=ids.device) == 0)
-    scores = scores.masked_fill(hopeless, 0.0)
-    tokens = ids[live].gather(-1, index[..., None])[..., 0]
-    for buffer, value in zip(result, (tokens, index, scores, probs, pair_scores)):
+    o, i, a = (x.float() for x in (out, incoming, anchor))
+    o_norm, i_norm, a_norm = (torch.linalg.vector_norm(x, dim=-1).clamp_min(eps) for x in (o, i, a))
+    o, i = o.view(n, slots, topk, -1), i.view(n, slots, topk, -1)
+    scores = torch.empty(n, slots, topk, topk, device=out.device)
+    scores[:, 0] = (i[:, 0] @ a[..., None] / a_norm[:, None, None])[:, None, :, 0]
+    torch.div(o[:, :-1] @ i[:, 1:].transpose(-1, -2), o_norm.view(n, slots, topk, 1)[:, :-1], out=scores[:, 1:])
+    scores *= sigma / i_norm.view(n, slots, 1, topk)
+
+    live = slice(None) if rows is None else (rows >= 0).nonzero()[:, 0]
+    scores, ids = scores[live], ids[live]
+    n = len(scores)
+    row = torch.arange(n, device=ids.device) if rows is None else rows[live].long()
+    usable = scores.where(~scores.isnan(), -torch.inf)
+    if rule.startswith("exact"):
+        path = _viterbi_torch(usable, rule)
+        before = torch.nn.functional.pad(path[:, :-1], (1, 0))
+        probs = torch.nn.functional.one_hot(path, topk).float()
+    else:
+        uniforms = None
+        if rule == "sampled":
+            temperature = temperature.float()[row]
+            drawn = random.uniforms is None
+            uniforms = uniforms_torch(random.seeds[row, None], random.positions[live]) if drawn else random.uniforms[live]
+        successor, probs = _successors_torch(usable, rule, temperature, uniforms)
+        steps = [torch.zeros(n, 1, dtype=torch.int64, device=ids.device)]
+        for s in range(slots):
+            steps.append(successor[:, s].gather(1, steps[-1]))
+        before, path = torch.cat(steps[:-1], 1), torch.cat(steps[1:], 1)
+        probs = _pick(probs, before)
+    z = _pick(usable, before)
+    hopeless = (z.amax(-1, keepdim=True) == -torch.inf) & (torch.arange(topk, device=ids.device) == 0)
+    z = z.masked_fill_(hopeless, 0.0)
+    tokens = _pick(ids, path)
+    for buffer, value in zip(result, (tokens, path, z, probs, scores)):
         buffer[live] = value
     if tokens_out is not None:
         tokens_out[live] = tokens
@@ -319,8 +332,8 @@ def score_and_walk_torch(
         table, cached_ids = draft_logits
         slot = torch.arange(slots, device=ids.device)[:, None]
         table[row[:, None, None], slot, cached_ids[row]] = -torch.inf
-        table[row[:, None, None], slot, ids[live]] = scores if rule == "sampled" else probs.log()
-        cached_ids[row] = ids[live]
+        table[row[:, None, None], slot, ids] = z if rule == "sampled" else probs.log()
+        cached_ids[row] = ids
     return result
 
 

@@ -108,7 +108,8 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
     stream, constant = make(rows, width), make(width, dtype=torch.float32)
     features = FeatureWeights(make(5), make(5), make(5, width), make(width))
     embedding, states, positions = make(g.vocab, g.hidden), make(n * g.slots, width), make(g.nodes, width)
-    operand = make(rows, width if width == g.hidden else g.hidden + width)
+    operand = make(rows, g.hidden + width)
+    tokens, active = (None if width == g.hidden else operand[:, : g.hidden]), operand[:, g.hidden :]
     tables = (make(g.heads, 2 * g.block_size - 1), make(g.heads))
     vectors = make(rows, 2 * g.factor_dim).split(g.factor_dim, dim=1)
 
@@ -132,7 +133,7 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
         "merge_topk": lambda: merge_topk(
             ids.view(1, -1, g.topk).expand(4, -1, -1), log_probs.view(1, -1, g.topk).expand(4, -1, -1), constant[:1].expand(4, n * g.slots)
         ),
-        "lattice_nodes": lambda: lattice_nodes(ids, log_probs, embedding, states, positions, features, operand, stream),
+        "lattice_nodes": lambda: lattice_nodes(ids, log_probs, embedding, states, positions, features, tokens, active, stream),
         "rms_norm": lambda: (rms_norm(stream, make(width), 1e-6, constant), rms_norm(states, make(width), 1e-6, constant, make(n * g.slots, dtype=torch.bool))),
         "lattice_attention": lambda: attention(False),
         "lattice_attention_backward": lambda: attention(True),

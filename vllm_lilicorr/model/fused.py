@@ -144,13 +144,15 @@ class FusedLiLiCorrHead:
             return lacking.clone() if self.kernels else None
 
         token_proj, down = head.token_proj, head.feature_mlp.down_proj
-        projected = isinstance(token_proj, nn.Linear)
-        self.operand_size = self.width + (self.hidden if projected else 0)
-        node_weights = ([token_proj.weight] if projected else []) + [down.weight]
-        node_bias = down.bias.float() + (token_proj.bias.float() if projected else 0.0)
+        self.projected = isinstance(token_proj, nn.Linear)
+        node_bias = down.bias.float() + (token_proj.bias.float() if self.projected else 0.0)
         positions = head.slot_embedding[0, 0].float() + head.rank_embedding[0, 0].float() + node_bias
         self.positions = ours(positions.flatten(0, 1))
-        self.node = linear(torch.cat(node_weights, dim=1), None)
+        # [token_proj | down_proj] in one, and its two parts.
+        weight = ours(torch.cat([token_proj.weight, down.weight], dim=1) if self.projected else down.weight)
+        self.node = PackedLinear(weight, None) if self.kernels and self.projected else None
+        self.node_feature = PackedLinear(weight[:, -self.width :], None)
+        self.node_token = PackedLinear(weight[:, : -self.width], None) if self.projected else None
         self.features = FeatureWeights(
             ours(head.feature_norm.weight), ours(head.feature_norm.bias),
             ours(head.feature_mlp.up_proj.weight.t()), ours(head.feature_mlp.up_proj.bias),
@@ -194,8 +196,12 @@ class FusedLiLiCorrHead:
         def buffer(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
-        self._operand, self._stream = buffer(rows, self.operand_size), buffer(rows, self.width)
-        self._fused = buffer(rows, 2 * self.width)
+        self._stream, self._fused = buffer(rows, self.width), buffer(rows, 2 * self.width)
+        hidden = self.hidden if self.projected else 0
+        # Side by side where one product reads both.
+        self._operand = buffer(rows, hidden + self.width) if self.node is not None else None
+        self._tokens = self._operand[:, :hidden] if self._operand is not None else buffer(rows, hidden) if hidden else None
+        self._active = self._operand[:, hidden:] if self._operand is not None else buffer(rows, self.width)
         if self.kernels:
             self._slot_states, self._context, self._anchor_state = (buffer(r, self.width) for r in (chunk * slots, chunk, chunk))
             self._anchor = buffer(chunk, self.width + self.factor_dim)
@@ -382,14 +388,7 @@ class FusedLiLiCorrHead:
         anchor = self.anchor(anchor_state, buffer("_anchor", n))
 
         states = self.slot_states(slot_hidden.flatten(0, 1).to(self.dtype), buffer("_slot_states", n * slots))
-        ids = self._ids[part]
-        if token_embeddings is not None:
-            embedding, ids = token_embeddings.flatten(0, 2), torch.arange(rows, device=self.device).view_as(ids)
-        assert embedding is not None
-        operand, x = lattice_nodes(
-            ids, self._log_probs[part], embedding, states, self.positions, self.features, self._operand[:rows], self._stream[:rows]
-        )
-        x = self.node.add_to(x, operand)
+        x = self._nodes(self._ids[part], self._log_probs[part], states, embedding, token_embeddings)
 
         for layer in self.layers:
             y = rms_norm(x, layer.attn_norm, self.norm_eps, layer.attn_offset, out=buffer("_normed", rows))
@@ -406,6 +405,31 @@ class FusedLiLiCorrHead:
         # The tower's stream is done with: its buffer takes the fusion.
         g = bias_silu(self.fusion(fused, self._stream[:rows]), anchor[:, : self.width])
         return self.vectors(g, buffer("_vectors", rows)), anchor
+
+    def _nodes(
+        self,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        states: torch.Tensor,
+        embedding: torch.Tensor | None,
+        token_embeddings: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the node tensor [n*S*K, W]."""
+        rows = ids.numel()
+        given = None if token_embeddings is None else token_embeddings.flatten(0, 2).to(self.dtype)
+        if given is not None and not self.projected:
+            # They go to the sum itself: row r of what was given is "token" r.
+            embedding, ids, given = given, torch.arange(rows, device=self.device).view_as(ids), None
+        tokens = self._tokens[:rows] if self._tokens is not None else None
+        active, x = self._active[:rows], self._stream[:rows]
+        lattice_nodes(ids, log_probs, embedding, states, self.positions, self.features, tokens, active, x)
+        if self.node is not None and given is None:
+            assert self._operand is not None
+            return self.node.add_to(x, self._operand[:rows])
+        x = self.node_feature.add_to(x, active)
+        if self.node_token is None:
+            return x
+        return self.node_token.add_to(x, given if given is not None else tokens)
 
 
 def _part(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
