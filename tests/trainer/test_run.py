@@ -1,0 +1,173 @@
+"""Whole runs, launched as a user launches them. One launch holds as many runs as it can: starting costs more than stepping."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = range(4)
+STEPS, SAVE_EVERY = 20, 8
+pytestmark = pytest.mark.slow
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | more
+
+
+def start(ranks: int, script: Path, *arguments: str, **options: Any) -> list[subprocess.Popen[str]]:
+    """Start one process a rank, as a launcher would; DeepSpeed's own launcher imports everything twice more."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            **options,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], expected: int = 0) -> str:
+    """Wait for all ranks; the others are killed when one fails. Return what they printed."""
+    try:
+        while all(process.poll() in (None, 0) for process in processes) and any(process.poll() is None for process in processes):
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    printed = "".join(process.communicate()[0] for process in processes)
+    assert expected in {process.returncode for process in processes}, f"expected exit {expected}\n{printed[-8000:]}"
+    if not expected:
+        assert not any(process.returncode for process in processes), printed[-8000:]
+    return printed
+
+
+def run_plan(tmp_path: Path, plan: list[dict[str, Any]], ranks: int, expected: int = 0) -> None:
+    path = tmp_path / f"plan-{time.monotonic_ns()}.json"
+    path.write_text(json.dumps(plan))
+    finish(start(ranks, ROOT / "tests/trainer/worker.py", str(path)), expected)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [record for record in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if "loss" in record]
+
+
+def losses(output: Path) -> list[float]:
+    return [record["loss"] for record in metrics(output)]
+
+
+def stage_file(stage: int) -> str:
+    return f"deepspeed.config={ROOT}/configs/deepspeed/zero{stage}.json"
+
+
+def tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Return every tensor inside nested containers by its path."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)  # type: ignore[assignment]
+    else:
+        return {}
+    return {name: tensor for key, item in items for name, tensor in tensors(item, f"{path}.{key}").items()}
+
+
+def checkpoint_tensors(output: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint: fp32 master weights, moments, the module's weights."""
+    found = {}
+    for file in sorted((output / "checkpoints" / f"step-{step:08d}").glob("*.pt")):
+        found |= tensors(torch.load(file, map_location="cpu", weights_only=False), file.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_target, tiny_corpus, train_settings, tmp_path_factory):
+    """Straight runs of 20 steps on 2 ranks, stages 0-3, and the same killed and resumed; and fp32 runs on 1 and 2 ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = str(
+        train_settings(
+            tiny_target, tiny_corpus, folder, run={"max_steps": STEPS, "save_every": SAVE_EVERY, "keep_last": 9},
+            data={"holdout": 0},
+        )
+    )  # fmt: skip
+
+    def entry(name: str, *overrides: str, **extra: Any) -> dict[str, Any]:
+        return {"config": config, "overrides": [f"run.output={folder / name}", *overrides]} | extra
+
+    fp32 = ["run.precision=fp32", "run.micro_batch_size=2", "run.max_steps=4"]
+    run_plan(
+        folder,
+        [entry(f"straight{s}", stage_file(s)) for s in STAGES]
+        + [entry("two", *fp32, stage_file(1))]
+        + [entry(f"cut{s}", stage_file(s), f"run.stop_after={SAVE_EVERY}") for s in STAGES],
+        ranks=2,
+    )
+    # Killed at a step after the save, different for each stage; the kill of one run ends the launch.
+    generator = random.Random(7)
+    kills = {s: generator.randrange(SAVE_EVERY + 1, 2 * SAVE_EVERY) for s in STAGES}
+    for s in (1,):
+        run_plan(folder, [entry(f"cut{s}", stage_file(s), kill_at=kills[s])], ranks=2, expected=-signal.SIGKILL)
+        assert len(losses(folder / f"cut{s}")) == kills[s]
+    run_plan(folder, [entry(f"cut{s}", stage_file(s)) for s in STAGES], ranks=2)
+    one = [entry("one", "run.precision=fp32", "run.micro_batch_size=4", "run.max_steps=4", stage_file(1))]
+    run_plan(folder, [*one, *(entry(f"single{s}", stage_file(s)) for s in STAGES)], ranks=1)
+    return folder
+
+
+def test_one_rank_with_four_conversations_equals_two_ranks_with_two(runs):
+    """fp32: the same losses, gradients and weights; a per-rank mean would differ wherever ranks have unequal prefixes."""
+    one, two = metrics(runs / "one"), metrics(runs / "two")
+    for a, b in zip(one, two, strict=True):
+        for key in ("loss", "dflash", "ce", "dist", "grad_norm", "oracle_prefix", "selected_prefix", "slot_accuracy"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
+    ours = checkpoint_tensors(runs / "one", 4)
+    theirs = checkpoint_tensors(runs / "two", 4)
+    weights = [name for name in ours if ".module." in name]
+    assert len(weights) > 40
+    for name in weights:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_stages_and_rank_counts_agree_over_twenty_steps_within_bf16_noise(runs):
+    reference = losses(runs / "straight1")
+    assert len(reference) == STEPS and reference[-1] < reference[0]
+    for name in [f"straight{s}" for s in STAGES] + [f"single{s}" for s in STAGES]:
+        for step, (a, b) in enumerate(zip(losses(runs / name), reference, strict=True)):
+            assert a == pytest.approx(b, rel=3e-2), f"{name}, step {step + 1}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_is_the_straight_run(stage, runs):
+    straight, resumed = metrics(runs / f"straight{stage}"), metrics(runs / f"cut{stage}")
+    assert [record["step"] for record in resumed] == list(range(1, STEPS + 1))
+    for key in ("loss", "dflash", "ce", "dist", "lr", "grad_norm"):
+        a, b = ([record[key] for record in run] for run in (straight, resumed))
+        assert a == (b if stage < 3 else pytest.approx(b, rel=1e-6)), key
+    ours, theirs = checkpoint_tensors(runs / f"cut{stage}", STEPS), checkpoint_tensors(runs / f"straight{stage}", STEPS)
+    assert ours.keys() == theirs.keys()
+    masters = [name for name, tensor in ours.items() if tensor.dtype == torch.float32 and tensor.numel() > 1000]
+    assert masters, "fp32 master weights and moments are in the checkpoint"
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert any((ours[name].bfloat16().float() != ours[name]).any() for name in masters), "the master copy is not rounded to bf16"
