@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import HEAD_CONFIGS, DFlashConfig, DraftConfig
+from ..config import HEAD_CONFIGS, DFlashConfig, DominoConfig, DraftConfig, LiLiCorrConfig
 from ..errors import UserError, nearest
 from . import hooks
 
@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm.vllm_lilicorr")
 
 PATH_RULES = ("greedy", "exact", "exact-normalized", "argmax")
 BACKENDS = ("lilicorr", "stock")
+SERVED_HEADS = (DFlashConfig, LiLiCorrConfig)
 OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS}
 
 # Options of vLLM's that mean something else to a candidate head than what they say, or nothing.
@@ -132,7 +133,7 @@ def plan(spec: Mapping[str, Any], target: Any) -> Plan | None:
     ours = sorted(OUR_KEYS.keys() & spec.keys())
     if draft is None:
         if ours:
-            names = ", ".join(HEAD_CONFIGS)
+            names = ", ".join(head.architecture for head in SERVED_HEADS)
             raise UserError(
                 f"--speculative-config: '{ours[0]}' is an option for drafters of this package ({names}), but model is {model!r}; "
                 "remove the option or name such a drafter"
@@ -170,6 +171,10 @@ def _draft_config(model: str, revision: str | None) -> DraftConfig | None:
     names = values.get("architectures") if isinstance(values, dict) else None
     if not isinstance(names, list) or not names or names[0] not in HEAD_CONFIGS:
         return None
+    if names[0] == DominoConfig.architecture:
+        raise UserError(f"{source}: serving {names[0]} drafters is not implemented yet; decode with vllm_lilicorr.reference")
+    if not issubclass(HEAD_CONFIGS[names[0]], SERVED_HEADS):
+        return None  # vLLM's own to serve
     if names[0] == DFlashConfig.architecture and not (values.get("dflash_config") or {}).get("projector_type"):
         # Plain DFlash checkpoints of others come in variants that vLLM knows and this package does not train; only a
         # head hidden behind the plain name concerns us.
