@@ -37,8 +37,8 @@ class FieldReader:
         if not self.has(key):
             hint = nearest(key, self.values)
             raise self.error(key, f"is missing and has no default; add it to the file{hint}")
-        value = self.values[key]
-        accepted = (int, float) if kind is float else (kind,)
+        value: Any = self.values[key]
+        accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, f"must be {_KIND_NAMES[kind]}, got {json.dumps(value, default=str)}")
         if kind is float:

@@ -97,7 +97,7 @@ def walk(
     if temperature is None:
         raise ValueError("the sampled rule needs a temperature")
     temperature = torch.as_tensor(temperature, dtype=start.dtype, device=start.device).expand(n)
-    if not bool((temperature >= 0).all()):
+    if not bool(torch.all(temperature >= 0)):
         raise ValueError("temperatures must be at least 0")
     if uniforms is None:
         uniforms = torch.rand(n, pair.shape[1] + 1, generator=generator, dtype=start.dtype, device=start.device)

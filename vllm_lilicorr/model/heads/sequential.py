@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .base import BlockStates, DraftHead, Proposal, TargetVocabulary
 class SequentialHead(DraftHead):
     """Drafts a block left to right over the full vocabulary; a subclass says how a chosen token corrects the next slot."""
 
-    rules = ("greedy", "argmax")
+    rules: ClassVar[tuple[str, ...]] = ("greedy", "argmax")
 
     def begin(self, block: BlockStates, target: TargetVocabulary) -> Any:
         """Return the state in which the anchor's token has been read."""
