@@ -37,14 +37,15 @@ class FieldReader:
         if not self.has(key):
             hint = nearest(key, self.values)
             raise self.error(key, f"is missing and has no default; add it to the file{hint}")
-        value: Any = self.values[key]
+        value = self.values[key]
         accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, f"must be {_KIND_NAMES[kind]}, got {json.dumps(value, default=str)}")
         if kind is float:
-            if not math.isfinite(value):
-                raise self.error(key, f"must be a finite number, got {value}")
-            return float(value)
+            number = float(self.values[key])
+            if not math.isfinite(number):
+                raise self.error(key, f"must be a finite number, got {number}")
+            return number
         return value
 
     def positive(self, key: str, kind: type = int) -> Any:

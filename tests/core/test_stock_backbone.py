@@ -20,7 +20,7 @@ from .conftest import make_config, make_draft, make_target
 from .test_reference import random_prompts
 
 pytest.importorskip("vllm", reason="vLLM is not installed, so its drafter cannot be compared with")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.slow
 
 
 def test_vllms_own_dflash_drafts_what_the_reference_drafts(tmp_path):
