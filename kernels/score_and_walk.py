@@ -209,6 +209,8 @@ def _score_and_walk_kernel(
         old = tl.load(cached_at, mask=mask, other=0)
         # An id both old and new is not cleared, so no address is written twice and the order of the stores is free.
         kept = tl.sum((old[:, :, None] == ids[:, None, :]).to(tl.int32), axis=2)
+        # Equal ids share an address: each writes the greatest of their entries.
+        entries = tl.max(tl.where(ids[:, :, None] == ids[:, None, :], entries[:, None, :], float("-inf")), axis=2)
         table_at = table_ptr + row * table_row_stride + slots[:, None] * table_slot_stride
         tl.store(table_at + old, float("-inf"), mask=mask & (kept == 0))
         tl.store(table_at + ids, entries, mask=mask)
@@ -237,19 +239,26 @@ def _score_and_walk_triton(out, incoming, anchor, ids, rule, sigma, eps, result,
     return result
 
 
-def uniforms_torch(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Returns the kernel's draws in [0, 1), float32, for seeds and positions (int64, broadcast together): Philox-4x32-10 with the seed
-    as key and (position, domain) as counter."""
+def philox_torch(key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Returns the four output words of Philox-4x32-10 (Salmon et al., 2011), all words int64 tensors in 0..2**32-1."""
     word = 0xFFFFFFFF
-    seeds, positions = torch.broadcast_tensors(seeds, positions)
-    key0, key1 = seeds & word, (seeds >> 32) & word
-    c0, c1, c2, c3 = positions & word, (positions >> 32) & word, torch.full_like(positions, _DOMAIN), torch.zeros_like(positions)
+    (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(10):
         # Signed 64-bit products wrap, but their bits are those of the unsigned ones.
         left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((right >> 32) & word) ^ c1 ^ key0, right & word, ((left >> 32) & word) ^ c3 ^ key1, left & word
-        key0, key1 = (key0 + 0x9E3779B9) & word, (key1 + 0xBB67AE85) & word
-    return torch.where(c0 > 0x7FFFFFFF, word - c0, c0).float() * _UNIFORM_SCALE
+        c0, c1, c2, c3 = ((right >> 32) & word) ^ c1 ^ k0, right & word, ((left >> 32) & word) ^ c3 ^ k1, left & word
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    return c0, c1, c2, c3
+
+
+def uniforms_torch(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the kernel's draws in [0, 1), float32, for seeds and positions (int64, broadcast together): Philox with the seed as key and
+    (position, domain) as counter."""
+    word = 0xFFFFFFFF
+    seeds, positions = torch.broadcast_tensors(seeds, positions)
+    domain, zero = torch.full_like(positions, _DOMAIN), torch.zeros_like(positions)
+    bits = philox_torch((seeds & word, (seeds >> 32) & word), (positions & word, (positions >> 32) & word, domain, zero))[0]
+    return torch.where(bits > 0x7FFFFFFF, word - bits, bits).float() * _UNIFORM_SCALE
 
 
 def _pick(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -332,7 +341,9 @@ def score_and_walk_torch(
         table, cached_ids = draft_logits
         slot = torch.arange(slots, device=ids.device)[:, None]
         table[row[:, None, None], slot, cached_ids[row]] = -torch.inf
-        table[row[:, None, None], slot, ids] = z if rule == "sampled" else probs.log()
+        entries = z if rule == "sampled" else probs.log()
+        entries = entries[..., None, :].where(ids[..., None] == ids[..., None, :], -torch.inf).amax(-1)  # as the kernel, for equal ids
+        table[row[:, None, None], slot, ids] = entries
         cached_ids[row] = ids
     return result
 
@@ -362,7 +373,8 @@ def score_and_walk(
     rows [N] int              each block's state row (any stride); where it is -1 the block is inert: nothing of it is written
     temperature [R] float32, random   by state row, for "sampled": softmax(z / T); a row with T = 0 is greedy
     tokens_out [.., S] int64  a second place for the tokens, by block
-    draft_logits              the proposal, by state row: z under "sampled" (before temperature), else 0 at the token; -inf elsewhere
+    draft_logits              the proposal, by state row: z under "sampled" (before temperature), else 0 at the token; -inf elsewhere.
+                              Candidates of equal id (a caller may repeat one) share the greatest of their entries
 
     result.scores holds z and result.probs the proposal; pair_scores the scores themselves, NaN included.
     Raises ValueError on shapes that do not fit, an unknown rule, or "sampled" without temperature and draws. Paper, Sections 3.2 and 3.5.

@@ -5,7 +5,8 @@ distinct and their order is total. A NaN logit counts as -inf.
 
     logits [n, V] --(split over V)--> per split: K ids, K values, log-sum-exp --(merge)--> ids [n, K], log-probabilities [n, K]
 
-A vocabulary shard of a tensor-parallel rank is a split that another process made, so the merge serves both.
+A vocabulary shard of a tensor-parallel rank is a split that another process made, so the merge serves both. A log-sum-exp is kept as its
+two terms, the maximum and the logarithm of the sum relative to it: added up, logits in the thousands would swallow the second.
 """
 
 from __future__ import annotations
@@ -55,11 +56,9 @@ def _largest(keys, K: tl.constexpr):
 
 
 @triton.jit
-def _log_sum_exp(values):
-    top = tl.max(values, axis=0)
-    # With nothing finite above, subtracting it would give inf - inf.
-    shift = tl.where((top == float("inf")) | (top == float("-inf")), 0.0, top)
-    return shift + tl.log(tl.sum(tl.exp(values - shift), axis=0))
+def _finite(top):
+    """`top`, or 0 where subtracting it would give inf - inf."""
+    return tl.where((top == float("inf")) | (top == float("-inf")), 0.0, top)
 
 
 @triton.jit
@@ -76,9 +75,8 @@ def _split_kernel(
     x = tl.load(logits_ptr + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     peaks = tl.max(x, axis=1)
-    top = tl.max(peaks, axis=0)
-    shift = tl.where((top == float("inf")) | (top == float("-inf")), 0.0, top)
-    lse = shift + tl.log(tl.sum(tl.sum(tl.exp(x - shift), axis=1), axis=0))
+    top = _finite(tl.max(peaks, axis=0))
+    rest = tl.log(tl.sum(tl.sum(tl.exp(x - top), axis=1), axis=0))
 
     # The K best runs by (maximum, position) hold the K best columns by (value, id): a column outside them is beaten by K maxima.
     _, chosen = _unpack(_largest(_pack(peaks, group), K))
@@ -91,7 +89,8 @@ def _split_kernel(
     out = (row * splits + split) * K + rank
     tl.store(ids_ptr + out, tl.where(ids < num_columns, ids + first_id, 0x7FFFFFFF))
     tl.store(values_ptr + out, values)
-    tl.store(lse_ptr + row * splits + split, lse)
+    tl.store(lse_ptr + 2 * (row * splits + split), top)
+    tl.store(lse_ptr + 2 * (row * splits + split) + 1, rest)
 
 
 @triton.jit
@@ -102,8 +101,12 @@ def _merge_kernel(
 ):  # fmt: skip
     row, rank, part = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, PARTS)
     real = part < parts
-    lse = tl.load(lse_ptr + row * lse_row_stride + part * lse_part_stride, mask=real, other=float("-inf"))
-    lse = _log_sum_exp(lse)
+    lse_at = lse_ptr + row * lse_row_stride + part * lse_part_stride
+    tops = tl.load(lse_at, mask=real, other=float("-inf"))
+    rests = tl.load(lse_at + 1, mask=real, other=float("-inf"))
+    # A part without anything finite has top 0 and rest -inf; it must not set the common maximum.
+    top = _finite(tl.max(tl.where(rests == float("-inf"), float("-inf"), tops), axis=0))
+    rest = tl.log(tl.sum(tl.exp(tl.where(rests == float("-inf"), float("-inf"), tops - top + rests)), axis=0))
 
     entry = row * row_stride + part[:, None] * part_stride + rank[None, :]
     fill = 0x7FFFFFFF - part[:, None] * K - rank[None, :]
@@ -115,18 +118,19 @@ def _merge_kernel(
     ids = tl.where(ids > 0x7FFF0000, 0x7FFFFFFF, ids)
     tl.store(out_ids_ptr + row * K + rank, ids.to(out_ids_ptr.dtype.element_ty))
     if NORMALIZE:
-        tl.store(out_values_ptr + row * K + rank, values - lse)
+        tl.store(out_values_ptr + row * K + rank, values - top - rest)
     else:
         tl.store(out_values_ptr + row * K + rank, values)
-        tl.store(out_lse_ptr + row, lse)
+        tl.store(out_lse_ptr + 2 * row, top)
+        tl.store(out_lse_ptr + 2 * row + 1, rest)
 
 
 def _splits_triton(logits: torch.Tensor, k: int, vocab_size: int, first_id: int):
-    """Launches one program per (split, row); returns per-split ids and values [n, P, k] and log-sum-exps [n, P]."""
+    """Launches one program per (split, row); returns per-split ids and values [n, P, k] and log-sum-exps [n, P, 2]."""
     n, parts = logits.shape[0], cdiv(vocab_size, SPLIT)
     ids = torch.empty(n, parts, k, dtype=torch.int32, device=logits.device)
     values = torch.empty(n, parts, k, dtype=torch.float32, device=logits.device)
-    lse = torch.empty(n, parts, dtype=torch.float32, device=logits.device)
+    lse = torch.empty(n, parts, 2, dtype=torch.float32, device=logits.device)
     _split_kernel[(parts, n)](
         logits, logits.stride(0), vocab_size, first_id, ids, values, lse,
         K=k, GROUPS=_GROUPS, GROUP=_GROUP, num_warps=4,
@@ -160,13 +164,21 @@ def _unpack_torch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)
 
 
+def _log_sum_exp_torch(x: torch.Tensor) -> torch.Tensor:
+    """Returns the two terms of the log-sum-exp of x [n, C] over its columns, [n, 2]."""
+    top = x.amax(-1, keepdim=True).float()
+    top = torch.where(top.isinf(), 0.0, top)
+    rest = torch.sub(x, top).exp_().sum(-1, keepdim=True).log_()
+    return torch.cat((top, rest), dim=-1)
+
+
 def _shard_torch(logits: torch.Tensor, k: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns ids, values [n, k] and log-sum-exp [n] of the shard; like the kernels, by runs of columns."""
+    """Returns ids, values [n, k] and log-sum-exp [n, 2] of the shard; like the kernels, by runs of columns."""
     x = logits[:, :vocab_size]
-    lse = torch.cat([rows.float().logsumexp(-1) for rows in x.split(16)])  # a few rows at a time stay in cache
+    lse = torch.cat([_log_sum_exp_torch(rows) for rows in x.split(16)])  # a few rows at a time stay in cache
     if lse.isnan().any():
         x = x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        lse = x.float().logsumexp(-1)
+        lse = _log_sum_exp_torch(x)
     runs, run = vocab_size // 256, 256
     peaks = [x[:, : runs * run].unflatten(1, (runs, run)).amax(-1)] if runs else []
     if runs * run < vocab_size:
@@ -224,14 +236,14 @@ def topk_logprobs(
         else:
             ids, values, lse = _shard_torch(logits[part], k, vocab_size)
             out[0][part] = ids
-            torch.sub(values, lse[:, None], out=out[1][part])
+            torch.sub(values - lse[:, :1], lse[:, 1:], out=out[1][part])
     return out
 
 
 def topk_shard(
     logits: torch.Tensor, k: int, vocab_start: int, vocab_size: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns one vocabulary shard's ids [n, k] int64, logits [n, k] float32 and log-sum-exp [n] float32, for `merge_topk`.
+    """Returns one vocabulary shard's ids [n, k] int64, logits [n, k] float32 and log-sum-exp [n, 2] float32, for `merge_topk`.
 
     logits [n, C], the shard's columns; column c is token vocab_start + c, those from `vocab_size` on are padding. A shard of fewer
     than k columns fills up with the id NO_ID and -inf. Raises as `topk_logprobs`.
@@ -243,7 +255,7 @@ def topk_shard(
     n = logits.shape[0]
     out_ids = logits.new_empty(n, k, dtype=torch.int64)
     out_values = logits.new_empty(n, k, dtype=torch.float32)
-    out_lse = logits.new_empty(n, dtype=torch.float32)
+    out_lse = logits.new_empty(n, 2, dtype=torch.float32)
     for rows in range(0, n, _MAX_ROWS):
         part = slice(rows, rows + _MAX_ROWS)
         ids, values, lse = _splits_triton(logits[part], k, vocab_size, vocab_start)
@@ -257,12 +269,12 @@ def merge_topk(
     lse: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `topk_logprobs` returns on the whole vocabulary, from R shards: ids [R, n, k], values [R, n, k], lse [R, n].
+    """Returns what `topk_logprobs` returns on the whole vocabulary, from R shards: ids [R, n, k], values [R, n, k], lse [R, n, 2].
 
     The shards may come in any order. Together they must hold at least k columns.
     """
     check_shape("values", values, *ids.shape)
-    check_shape("lse", lse, *ids.shape[:2])
+    check_shape("lse", lse, *ids.shape[:2], 2)
     _, n, k = ids.shape
     if out is None:
         out = (ids.new_empty(n, k, dtype=torch.int64), values.new_empty(n, k, dtype=torch.float32))
@@ -272,5 +284,9 @@ def merge_topk(
     keys = _pack_torch(values, ids).transpose(0, 1).flatten(1).topk(k, dim=-1).values
     best, best_ids = _unpack_torch(keys)
     out[0].copy_(best_ids)
-    torch.sub(best, lse.logsumexp(0)[:, None], out=out[1])
+    tops, rests = lse.unbind(-1)
+    tops = tops.where(rests > -torch.inf, -torch.inf)
+    top = tops.amax(0)
+    top = torch.where(top.isinf(), 0.0, top)
+    torch.sub(best - top[:, None], (tops - top + rests).logsumexp(0)[:, None], out=out[1])
     return out

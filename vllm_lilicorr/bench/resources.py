@@ -131,7 +131,7 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
     return {
         "topk_logprobs": lambda: topk_logprobs(make(n * g.slots, g.vocab), g.topk),
         "merge_topk": lambda: merge_topk(
-            ids.view(1, -1, g.topk).expand(4, -1, -1), log_probs.view(1, -1, g.topk).expand(4, -1, -1), constant[:1].expand(4, n * g.slots)
+            ids.view(1, -1, g.topk).expand(4, -1, -1), log_probs.view(1, -1, g.topk).expand(4, -1, -1), constant[:2].expand(4, n * g.slots, 2)
         ),
         "lattice_nodes": lambda: lattice_nodes(ids, log_probs, embedding, states, positions, features, tokens, active, stream),
         "rms_norm": lambda: (rms_norm(stream, make(width), 1e-6, constant), rms_norm(states, make(width), 1e-6, constant, make(n * g.slots, dtype=torch.bool))),

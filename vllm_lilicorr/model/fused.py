@@ -20,6 +20,7 @@ call's own buffers, so both can be captured. Buffers are overwritten by the next
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,11 +64,14 @@ class FusedProposal:
     probs: torch.Tensor
 
     def dense(self, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns probs as [N, S, vocab_size] float32, zero off the candidates (a fresh tensor, or `out` overwritten)."""
+        """Returns probs as [N, S, vocab_size] float32, zero off the candidates (a fresh tensor, or `out` overwritten).
+
+        Where a slot holds an id more than once its probabilities add up.
+        """
         shape = (*self.tokens.shape, vocab_size)
         out = self.probs.new_zeros(shape) if out is None else out.zero_()
         check_shape("out", out, *shape)
-        return out.scatter_(-1, self.ids, self.probs)
+        return out.scatter_add_(-1, self.ids, self.probs)
 
 
 class _Layer(NamedTuple):
@@ -109,8 +113,9 @@ class FusedLiLiCorrHead:
         self.max_blocks = max_blocks
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"the serving head computes in bfloat16, float16 or float32, not {self.dtype}")
-        if not 1 <= self.num_slots <= head.max_slots:
-            raise ValueError(f"num_slots must lie in 1..{head.max_slots} (the trained block), got {self.num_slots}")
+        self.max_slots = head.max_slots
+        if not 1 <= self.num_slots <= self.max_slots:
+            raise ValueError(f"num_slots must lie in 1..{self.max_slots} (the trained block), got {self.num_slots}")
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be positive, got {max_blocks}")
         config = head.config
@@ -121,6 +126,16 @@ class FusedLiLiCorrHead:
             self._lay_out(head)
             self._allocate()
         self._vocab_size = 0  # of the candidates at hand
+
+    def for_slots(self, num_slots: int) -> FusedLiLiCorrHead:
+        """Returns a head for another draft length, with its own buffers and the same weights (nothing is copied)."""
+        if not 1 <= num_slots <= self.max_slots:
+            raise ValueError(f"num_slots must lie in 1..{self.max_slots} (the trained block), got {num_slots}")
+        other = copy.copy(self)
+        other.num_slots = num_slots
+        with torch.inference_mode(False):
+            other._allocate()
+        return other
 
     def _lay_out(self, head: LiLiCorrHead) -> None:
         """Copies the weights into the shapes the products and kernels read."""
@@ -246,21 +261,21 @@ class FusedLiLiCorrHead:
         return self._ids[:n], self._log_probs[:n]
 
     def shard_candidates(self, logits: torch.Tensor, *, vocab_start: int, vocab_size: int | None = None) -> torch.Tensor:
-        """Returns one vocabulary shard's candidates as a packed [N*S, 2K+1] float32 tensor (bit patterns of K ids, K logits, the
-        shard's log-sum-exp): all-gather it over the tensor-parallel ranks and hand [R, N*S, 2K+1] to `merge_candidates`.
+        """Returns one vocabulary shard's candidates as a packed [N*S, 2K+2] float32 tensor (bit patterns of K ids, K logits, the
+        shard's log-sum-exp): all-gather it over the tensor-parallel ranks and hand [R, N*S, 2K+2] to `merge_candidates`.
 
         logits [N*S, C]: the shard's columns, column c being token vocab_start + c; `vocab_size` of them are real.
         """
         self._blocks_of("logits", logits)
         ids, values, lse = topk_shard(logits, self.topk, vocab_start, vocab_size)
-        return torch.cat((ids.int().view(torch.float32), values, lse[:, None]), dim=1)
+        return torch.cat((ids.int().view(torch.float32), values, lse), dim=1)
 
     def merge_candidates(self, gathered: torch.Tensor, *, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what `candidates` would return on the whole vocabulary, from the gathered shards [R, N*S, 2K+1]."""
-        check_shape("gathered", gathered, -1, -1, 2 * self.topk + 1)
+        """Returns what `candidates` would return on the whole vocabulary, from the gathered shards [R, N*S, 2K+2]."""
+        check_shape("gathered", gathered, -1, -1, 2 * self.topk + 2)
         n = self._blocks_of("gathered", gathered[0])
-        ids, values, lse = gathered.split((self.topk, self.topk, 1), dim=-1)
-        merge_topk(ids.view(torch.int32), values, lse[..., 0], self._flat_candidates(0, n))
+        ids, values, lse = gathered.split((self.topk, self.topk, 2), dim=-1)
+        merge_topk(ids.view(torch.int32), values, lse, self._flat_candidates(0, n))
         self._vocab_size = vocab_size
         return self._ids[:n], self._log_probs[:n]
 

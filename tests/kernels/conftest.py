@@ -1,0 +1,98 @@
+"""The kernel tests run in three ways, and are the same tests in each:
+
+    pytest tests/kernels                        the torch twins, on the CPU; and, in a child process, the next line
+    TRITON_INTERPRET=1 pytest tests/kernels     the Triton kernels, interpreted on CPU tensors
+    pytest tests/kernels   (with a GPU)         the Triton kernels, compiled, on CUDA tensors
+
+Shapes are the same in every run, inputs are not: a failing test prints the seed, and LILICORR_TEST_SEED=<seed> repeats its run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_lilicorr.config import DraftConfig, LiLiCorrConfig
+from vllm_lilicorr.kernels._triton import INTERPRETED
+from vllm_lilicorr.model.heads.lilicorr import LiLiCorrHead
+
+MODE = "cuda" if torch.cuda.is_available() else "interpreter" if INTERPRETED else "torch"
+DEVICE = "cuda" if MODE == "cuda" else "cpu"
+EXAMPLES = {"cuda": 60, "torch": 25, "interpreter": 6}[MODE]
+SEED = int(os.environ.setdefault("LILICORR_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest accepted ||got - reference|| / ||reference||."""
+
+_CONFIG = DraftConfig(
+    hidden_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size=64,
+    vocab_size=997,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=512,
+    rope_theta=1e6,
+    attention_bias=False,
+    block_size=6,
+    num_target_layers=8,
+    mask_token_id=996,
+    target_layer_ids=(1, 4),
+    head=LiLiCorrConfig(
+        candidate_topk=4, hidden_size=32, num_layers=2, num_heads=4, mlp_ratio=2.0, factor_dim=24, vector_eps=1e-4, logit_scale=8.0
+    ),
+    conv=None,
+    target_name=None,
+    tokenizer_hash=None,
+)
+
+
+def reseed(seed: int) -> None:
+    """Start torch's generators at (this run's seed, `seed`)."""
+    print(f"LILICORR_TEST_SEED={SEED}")
+    torch.manual_seed(SEED * 2**31 + seed)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return an output buffer in which an element that nothing writes shows."""
+    fill = -(2**40) if dtype == torch.int64 else float("nan")
+    return torch.full(shape, fill, dtype=dtype, device=DEVICE)
+
+
+def error(got: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ||got - reference|| / ||reference||; NaN anywhere in `got` makes it NaN, which is below no tolerance."""
+    reference = reference.double()
+    return ((got.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+
+
+def make_head(dtype: torch.dtype = torch.float32, *, hidden: int = 48, block_size: int = 6, **head: Any) -> LiLiCorrHead:
+    """Return a head none of whose weights is zero or one: every term of the score is at work."""
+    config = replace(_CONFIG, hidden_size=hidden, block_size=block_size, head=replace(_CONFIG.head, **head))
+    module = LiLiCorrHead(config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            fan_in = parameter.shape[-1] if parameter.ndim == 2 else 1
+            parameter.copy_(torch.randn_like(parameter) * (0.7 / fan_in**0.5 if parameter.ndim == 2 else 0.3))
+            if "norm" in name and name.endswith("weight"):
+                parameter += 1
+        for table in (module.relative_slot_bias, module.same_slot_bias):
+            table.copy_(torch.randn_like(table))
+    return module.to(DEVICE, dtype)
+
+
+def in_double(module: LiLiCorrHead) -> LiLiCorrHead:
+    """Return the same weights in fp64: the reference."""
+    import copy
+
+    return copy.deepcopy(module).double()
