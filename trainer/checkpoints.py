@@ -8,6 +8,7 @@ then `latest` is replaced atomically. A kill or a full disk at any moment leaves
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.io import fsync_path, write_file_atomically
 
 LATEST = "latest"
+STATE = "run.json"
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -59,7 +61,9 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last:
                 shutil.rmtree(leftover)
         dist.barrier()
         try:
-            engine.save_checkpoint(str(folder), tag=temporary, client_state=state, save_latest=False)
+            engine.save_checkpoint(str(folder), tag=temporary, save_latest=False)
+            if rank == 0:
+                (folder / temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             for file in (folder / temporary).iterdir():
                 if file.is_file():
                     fsync_path(file)
@@ -87,6 +91,14 @@ def _as_sentence(path: Path):  # type: ignore[no-untyped-def]
         raise SaveFailed(
             f"{path}: the checkpoint cannot be written ({reason}); the one before it stays in force, free space and start again"
         ) from error
+
+
+def read_state(folder: Path, name: str) -> dict[str, Any]:
+    """Return what the run said of itself when it wrote checkpoint `name`."""
+    try:
+        return json.loads((folder / name / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / name / STATE}: cannot be read ({error}); name an earlier checkpoint in {folder / LATEST}") from None
 
 
 def load(engine: Any, folder: Path, name: str) -> None:

@@ -129,14 +129,7 @@ class TrainConfig:
 
     def hash(self) -> str:
         """Return 16 hex digits that name what decides the numbers of a run: not where it is written, nor when it pauses."""
-        values = self.resolved()
-        for section, key in (
-            *(("run", key) for key in ("output", "stop_after", "save_every", "keep_last", "tensorboard", "wandb")),
-            *(("deepspeed", key) for key in ("config", "universal")),
-        ):
-            del values[section][key]
-        del values["evaluation"]
-        return digest(values)
+        return digest(identity(self.resolved()))
 
     def deepspeed_json(self) -> dict[str, Any]:
         """Return the DeepSpeed file's contents; raises UserError when it cannot be read or sets what the run decides."""
@@ -194,6 +187,18 @@ class TrainConfig:
             tokenizer_hash=tokenizer_hash,
         )
         return DraftConfig.from_dict(config.to_dict(), "the configuration's sections draft and head")
+
+
+def identity(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a resolved configuration that decides the numbers of a run."""
+    passing = {
+        "run": ("output", "stop_after", "save_every", "keep_last", "tensorboard", "wandb"),
+        "deepspeed": ("config", "universal"),
+    }
+    kept = {name: section for name, section in resolved.items() if name != "evaluation"}
+    for name, keys in passing.items():
+        kept[name] = {key: value for key, value in kept[name].items() if key not in keys}
+    return kept
 
 
 def _rope_theta(target: dict[str, Any]) -> float:

@@ -78,6 +78,7 @@ class Evaluator:
     ) -> None:
         self.corpus, self.held_out, self.states = corpus, held_out, states
         self.max_length, self.slots, self.config = max_length, slots, config
+        self._tails: dict[int, list[list[int]]] = {}  # online, each costs a decode of the target
 
     @torch.no_grad()
     def run(self, objective: Objective, device: torch.device, everything: bool) -> dict[str, Acceptance]:
@@ -116,8 +117,9 @@ class Evaluator:
 
     def _chunks(self, index: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
         conversation = self.corpus[index]
-        tails = self.states.tails(index, conversation, self.max_length, self.slots - 1)
-        for turn, ((start, end), tail) in enumerate(zip(conversation.spans, tails)):
+        if index not in self._tails:
+            self._tails[index] = self.states.tails(index, conversation, self.max_length, self.slots - 1)
+        for turn, ((start, end), tail) in enumerate(zip(conversation.spans, self._tails[index])):
             end = min(end, self.max_length)
             if end - start < 2:
                 continue

@@ -23,7 +23,7 @@ from vllm_lilicorr.model import Draft
 from vllm_lilicorr.target import load_target
 
 from . import checkpoints
-from .config import TrainConfig
+from .config import TrainConfig, identity
 from .corpus import Corpus, Origin
 from .data import Batch, Schedule, collate, draw_anchors, split
 from .evaluation import Evaluator
@@ -103,11 +103,12 @@ class Trainer:
             values, summed = self._reduce(terms, batch)
             self._require_finite(values, batch)
             self.engine.backward(terms[0])
+            dropped = self._drop_nonfinite_gradient()
             self.engine.step()
             logged.append(values)
             counts += summed
         values = {key: sum(entry[key] for entry in logged) / len(logged) for key in logged[0]}
-        norm = self._gradient_norm(batch)
+        norm = self._gradient_norm(batch, dropped)
         seconds = time.perf_counter() - began
         return {
             "step": self.step + 1,
@@ -210,17 +211,14 @@ class Trainer:
                 self._describe()
             dist.barrier()
             return 0
-        saved = torch.load(folder / name / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False, mmap=True)
+        saved = checkpoints.read_state(folder, name)
         self._check_resumable(folder / name, saved)
-        step = saved["step"]
-        del saved
         checkpoints.load(self.engine, folder, name)
-        return step
+        return saved["step"]
 
     def _check_resumable(self, path: Path, saved: dict[str, Any]) -> None:
         if saved["config_hash"] != self.config.hash():
-            ours = self.config.resolved()
-            differing = _differences(saved["config"], ours)
+            differing = _differences(identity(saved["config"]), identity(self.config.resolved()))
             raise UserError(
                 f"{path}: belongs to another configuration ({'; '.join(differing[:4])}); give those values back, or another run.output"
             )
@@ -287,18 +285,33 @@ class Trainer:
         if bad:
             self._nonfinite(f"loss term {bad[0]} is {values[bad[0]]}", batch)
 
-    def _gradient_norm(self, batch: Batch) -> float:
+    def _drop_nonfinite_gradient(self) -> bool:
+        """Without ZeRO and in fp32 the optimizer is torch's own, which would take any gradient; return whether one was
+        dropped. All other optimizers of DeepSpeed look themselves and skip the step."""
+        if self.engine.optimizer is not self.engine.basic_optimizer or not self.engine.is_gradient_accumulation_boundary():
+            return False
+        gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return False
+        for parameter in self.objective.parameters():
+            parameter.grad = None
+        return True
+
+    def _gradient_norm(self, batch: Batch, dropped: bool) -> float:
         """Return the step's gradient norm before clipping; a step whose gradient is not finite was not taken."""
         norm = float(self.engine.get_global_grad_norm() or 0.0)
-        skipped = getattr(self.engine.optimizer, "overflow", False) or not math.isfinite(norm)
-        if skipped and not self._tolerated:
+        if dropped or getattr(self.engine.optimizer, "overflow", False) or not math.isfinite(norm):
             self._nonfinite("the gradient is not finite", batch)
+            norm = float("nan")
         self._tolerated = False
         return norm
 
     _tolerated = False
+    """Whether this step has been found not finite, and let pass, already."""
 
     def _nonfinite(self, what: str, batch: Batch) -> None:
+        if self._tolerated:
+            return
         names: list[Any] = [None] * self.world
         dist.all_gather_object(names, list(batch.names))
         ids = ", ".join(name for part in names for name in part)

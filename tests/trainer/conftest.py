@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from vllm_lilicorr.chat import render
 from vllm_lilicorr.target import load_target, load_tokenizer
 from vllm_lilicorr.trainer.corpus import Conversation, Origin, write_meta, write_shard
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # before deepspeed is imported anywhere
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 TEMPLATE = (
@@ -148,27 +148,3 @@ def train_settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
 def write_settings(path: Path, values: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def environment() -> dict[str, str]:
-    import os
-
-    return os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def launch(config: Path, *overrides: str, ranks: int = 1, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the trainer as a user does."""
-    command = [sys.executable, str(ROOT / "trainer/main.py")]
-    if ranks > 1:
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(free_port())]
-        command = [*launcher, str(ROOT / "trainer/main.py")]
-    command += ["--config", str(config), *overrides]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, **options)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,21 @@ def start(ranks: int, script: Path, *arguments: str, **options: Any) -> list[sub
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
+    processes = []
+    for rank in range(ranks):
+        printed = tempfile.TemporaryFile("w+")  # a pipe nobody reads would stop a run that prints much
+        process = subprocess.Popen(
             [sys.executable, str(script), *arguments],
             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
-            stdout=subprocess.PIPE,
+            stdout=printed,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
             **options,
         )
-        for rank in range(ranks)
-    ]
+        process.printed = printed  # type: ignore[attr-defined]
+        processes.append(process)
+    return processes
 
 
 def finish(processes: list[subprocess.Popen[str]], expected: int = 0) -> str:
@@ -55,11 +59,18 @@ def finish(processes: list[subprocess.Popen[str]], expected: int = 0) -> str:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    printed = "".join(process.communicate()[0] for process in processes)
+    printed = "".join(_printed(process) for process in processes)
     assert expected in {process.returncode for process in processes}, f"expected exit {expected}\n{printed[-8000:]}"
     if not expected:
         assert not any(process.returncode for process in processes), printed[-8000:]
     return printed
+
+
+def _printed(process: subprocess.Popen[str]) -> str:
+    process.wait()
+    file = process.printed  # type: ignore[attr-defined]
+    file.seek(0)
+    return file.read()
 
 
 def run_plan(tmp_path: Path, plan: list[dict[str, Any]], ranks: int, expected: int = 0) -> None:

@@ -1,0 +1,240 @@
+"""One rank's behaviour around the steps: what it writes, when it stops, what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.model.checkpoint import load_draft
+from vllm_lilicorr.trainer import export as export_command
+from vllm_lilicorr.trainer.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def make(tiny_target, tiny_corpus, train_settings, tmp_path):
+    """Return a function that opens a Trainer on tmp_path/run with overrides."""
+    from vllm_lilicorr.trainer.loop import Trainer
+
+    path = train_settings(tiny_target, tiny_corpus, tmp_path / "run", run={"save_every": 2}, data={"holdout": 2})
+
+    def open_trainer(*overrides: str, **options) -> Trainer:
+        return Trainer(TrainConfig.load(path, list(overrides)), **options)
+
+    open_trainer.output = tmp_path / "run"  # type: ignore[attr-defined]
+    return open_trainer
+
+
+def records(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(trainer) -> None:
+    with trainer:
+        trainer.run()
+
+
+def names(output: Path) -> list[str]:
+    """Checkpoints, finished or not; DeepSpeed also leaves its conversion scripts there."""
+    return sorted(path.name for path in (output / "checkpoints").iterdir() if path.suffix != ".py")
+
+
+def test_a_run_logs_every_term_saves_evaluates_and_exports(make, tiny_target, capsys):
+    run(make("run.max_steps=5", "evaluation.every=2"))
+    steps = [record for record in records(make.output) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    wanted = {
+        "step", "loss", "dflash", "ce", "dist", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "memory_bytes", "oracle_prefix",
+        "selected_prefix", "top1_prefix", "slot_accuracy", "score_spread",
+    }  # fmt: skip
+    assert all(wanted <= record.keys() for record in steps)
+    for record in steps:
+        assert record["loss"] == pytest.approx(record["dflash"] + 0.25 * (record["ce"] + record["dist"]), rel=1e-5)
+    evaluations = [record for record in records(make.output) if "tau_greedy" in record]
+    assert [record["step"] for record in evaluations] == [2, 4, 5]
+    assert evaluations[-1]["tau_coverage"] >= evaluations[-1]["tau_greedy"] >= 1.0
+    assert names(make.output) == ["latest", "step-00000004", "step-00000005"], "the last two stay"
+    assert (make.output / "checkpoints/latest").read_text() == "step-00000005\n"
+    resolved = TrainConfig.load(make.output / "config.yaml")
+    assert f"# hash: {resolved.hash()}" in (make.output / "config.yaml").read_text()
+
+    from vllm_lilicorr import check
+
+    assert check.main([str(make.output / "export"), "--target", str(tiny_target)]) == 0
+    exported = load_draft(make.output / "export").state_dict()
+    export_command.main(["--run", str(make.output), "--out", str(make.output / "again")])
+    for name, tensor in load_draft(make.output / "again").state_dict().items():
+        assert torch.equal(tensor, exported[name]), name
+
+
+def test_stop_after_keeps_the_schedule_and_the_same_command_goes_on(make):
+    run(make("run.max_steps=6", "run.stop_after=3"))
+    run(make("run.max_steps=6"))
+    run(make("run.max_steps=6"))  # finished: nothing more to train
+    steps = [record for record in records(make.output) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert [record["lr"] for record in steps] == pytest.approx([3e-3 * f for f in (1, 1, 0.8, 0.6, 0.4, 0.2)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_ends_cleanly(make, number):
+    trainer = make("run.max_steps=6", "run.save_every=100")
+    reduce, sent = trainer._reduce, []
+
+    def signalled(*arguments):
+        if trainer.step == 2 and not sent:
+            sent.append(os.kill(os.getpid(), number))
+        return reduce(*arguments)
+
+    trainer._reduce = signalled
+    run(trainer)
+    assert names(make.output) == ["latest", "step-00000003"] and not (make.output / "export").exists()
+    assert make("run.max_steps=6", "run.save_every=100").step == 3
+
+
+def poisoned(trainer, at: int, what: str) -> None:
+    """Make a term, or only the gradient, of step `at` not finite."""
+    forward = trainer.objective.forward
+
+    def bad(batch, step=0):
+        loss, sums = forward(batch, step)
+        if step == at - 1 and what == "gradient":
+            loss.register_hook(lambda grad: grad * float("inf"))
+        elif step == at - 1:
+            sums[what] = (sums[what][0] * float("nan"), sums[what][1])
+            loss = loss * float("nan")
+        return loss, sums
+
+    trainer.objective.forward = bad
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("what", ["dist", "gradient"])
+def test_a_nonfinite_step_stops_the_run_naming_step_term_and_conversations(make, what, precision):
+    trainer = make("run.max_steps=6", f"run.precision={precision}")
+    poisoned(trainer, 3, what)
+    expected = "loss term dist is nan" if what == "dist" else "the gradient is not finite"
+    with pytest.raises(UserError, match=rf"step 3: {expected}, on conversations \d+.*--skip-nonfinite"):
+        run(trainer)
+    assert (make.output / "checkpoints/latest").read_text() == "step-00000002\n"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("what", ["dist", "gradient"])
+def test_a_tolerated_step_changes_no_weight(make, what, precision, stage):
+    trainer = make(
+        "run.max_steps=4", f"run.precision={precision}", f"deepspeed.config={ROOT}/configs/deepspeed/zero{stage}.json",
+        skip_nonfinite=1,
+    )  # fmt: skip
+    poisoned(trainer, 2, what)
+    with trainer:
+        seen = []
+        for _ in range(3):
+            trainer.train_step()
+            trainer.step += 1
+            seen.append({name: p.detach().clone() for name, p in trainer.draft.named_parameters()})
+        assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+        assert any(not torch.equal(seen[1][name], seen[2][name]) for name in seen[0])
+        assert all(p.isfinite().all() for p in seen[2].values())
+
+
+@contextlib.contextmanager
+def full_disk(room: int):
+    """No file may grow past `room` bytes, as on a disk that fills up while it is written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_stops_the_run_with_the_last_checkpoint_in_force(make):
+    run(make("run.max_steps=4", "run.stop_after=2"))
+    trainer = make("run.max_steps=4")
+    with full_disk(100_000), pytest.raises(UserError, match=r"step-00000004: the checkpoint cannot be written .* free space"):
+        run(trainer)
+    assert names(make.output) == ["latest", "step-00000002"]
+    assert make("run.max_steps=4").step == 2
+
+
+def test_a_half_written_checkpoint_is_never_in_force(make):
+    run(make("run.max_steps=4", "run.stop_after=2"))
+    shutil.copytree(make.output / "checkpoints/step-00000002", make.output / "checkpoints/.writing-step-00000004")
+    trainer = make("run.max_steps=4")
+    assert trainer.step == 2
+    run(trainer)
+    assert not list((make.output / "checkpoints").glob(".writing-*"))
+
+
+def test_records_of_steps_that_will_be_repeated_are_dropped(make):
+    run(make("run.max_steps=4", "run.stop_after=2"))
+    with (make.output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
+    run(make("run.max_steps=4"))
+    assert [r["step"] for r in records(make.output) if "loss" in r] == [1, 2, 3, 4] and 9.0 not in [r.get("loss") for r in records(make.output)]
+
+
+def test_resuming_with_other_numbers_ranks_or_corpus_is_refused(make):
+    run(make("run.max_steps=4", "run.stop_after=2"))
+    with pytest.raises(UserError, match=r"another configuration \(optimizer.lr was 0.003, is 0.1\)"):
+        make("run.max_steps=4", "optimizer.lr=0.1")
+    path = make.output / "checkpoints/step-00000002/run.json"
+    saved = json.loads(path.read_text())
+    for key, value, sentence in (("world_size", 8, "written by 8 ranks and this run has 1"), ("corpus", "x", "another corpus")):
+        path.write_text(json.dumps(saved | {key: value}))
+        with pytest.raises(UserError, match=sentence):
+            make("run.max_steps=4")
+
+
+def test_sizes_that_do_not_divide_are_refused(make):
+    with pytest.raises(UserError, match="batch_size: 4 is no multiple of micro_batch_size 3 x 1 ranks"):
+        make("run.micro_batch_size=3")
+
+
+def test_warm_start_takes_the_backbone_from_dflash_and_everything_from_lilicorr(make, tmp_path):
+    run(make("run.max_steps=2", "draft.head=dflash", f"run.output={tmp_path}/plain"))
+    plain = load_draft(tmp_path / "plain/export", dtype=torch.float32).state_dict()
+    warm = make(f"run.warm_start={tmp_path}/plain/export")
+    for name, tensor in warm.draft.state_dict().items():
+        assert not name.startswith("backbone") or torch.equal(tensor.float(), plain[name]), name
+    run(make("run.max_steps=2", f"run.output={tmp_path}/lilicorr"))
+    lilicorr = load_draft(tmp_path / "lilicorr/export", dtype=torch.float32).state_dict()
+    again = make(f"run.warm_start={tmp_path}/lilicorr/export", f"run.output={tmp_path}/again")
+    for name, tensor in again.draft.state_dict().items():
+        assert torch.equal(tensor.float(), lilicorr[name]), name
+
+
+def test_warm_start_from_another_geometry_names_the_fields(make, tmp_path):
+    run(make("run.max_steps=1", f"run.output={tmp_path}/other", "draft.block_size=6", "head.lilicorr.factor_dim=4"))
+    with pytest.raises(UserError, match=r"block_size \(6, this run 5\).*factor_dim \(4, this run 8\)"):
+        make(f"run.warm_start={tmp_path}/other/export")
+
+
+def test_activation_checkpointing_and_accumulation_change_no_loss(make, tmp_path):
+    options = ("run.max_steps=2", "run.precision=fp32")
+    run(make(*options, f"run.output={tmp_path}/a"))
+    run(make(*options, f"run.output={tmp_path}/b", "run.activation_checkpointing=true"))
+    losses = [[r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in "ab"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_arms_start_from_the_same_backbone_and_see_the_same_data(make, tmp_path):
+    lilicorr = make(f"run.output={tmp_path}/a")
+    dflash = make(f"run.output={tmp_path}/b", "draft.head=dflash")
+    for (name, a), (_, b) in zip(lilicorr.draft.backbone.named_parameters(), dflash.draft.backbone.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    epoch, conversations = lilicorr.schedule.batch(3)
+    ours, theirs = lilicorr._batch(epoch, conversations, 0), dflash._batch(*dflash.schedule.batch(3), 0)
+    assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.anchors, theirs.anchors)
