@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from vllm_lilicorr.config import DraftConfig, LiLiCorrConfig
@@ -54,9 +56,16 @@ _CONFIG = DraftConfig(
 )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections.append(("Inputs", f"kernels ran as {MODE}; repeat with LILICORR_TEST_SEED={SEED}"))
+    return report
+
+
 def reseed(seed: int) -> None:
     """Start torch's generators at (this run's seed, `seed`)."""
-    print(f"LILICORR_TEST_SEED={SEED}")
     torch.manual_seed(SEED * 2**31 + seed)
 
 
