@@ -62,7 +62,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     meta = CacheMeta(
-        FORMAT, asdict(origin), corpus.fingerprint, list(draft.target_layer_ids), draft.hidden_size, length, args.dtype, len(corpus)
+        FORMAT,
+        asdict(origin),
+        corpus.fingerprint,
+        list(draft.target_layer_ids),
+        draft.hidden_size,
+        length,
+        args.dtype,
+        len(corpus),
     )
     begin_cache(folder, meta)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -98,11 +98,15 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         return json.loads((folder / name / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder / name / STATE}: cannot be read ({error}); name an earlier checkpoint in {folder / LATEST}") from None
+        raise UserError(
+            f"{folder / name / STATE}: cannot be read ({error}); name an earlier checkpoint in {folder / LATEST}"
+        ) from None
 
 
 def load(engine: Any, folder: Path, name: str) -> None:
     """Restore the engine from checkpoint `name`, fp32 master weights and moments bit for bit; all ranks call it together."""
     path, _ = engine.load_checkpoint(str(folder), tag=name)
     if path is None:
-        raise UserError(f"{folder / name}: DeepSpeed cannot load it; remove the folder and name an earlier one in {folder / LATEST}")
+        raise UserError(
+            f"{folder / name}: DeepSpeed cannot load it; remove the folder and name an earlier one in {folder / LATEST}"
+        )

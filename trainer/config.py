@@ -48,7 +48,11 @@ class DraftSettings:
     max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.head in OBJECTIVES, "head", f"must be one of {', '.join(OBJECTIVES)}, got '{self.head}'{nearest(self.head, OBJECTIVES)}")
+        require(
+            self.head in OBJECTIVES,
+            "head",
+            f"must be one of {', '.join(OBJECTIVES)}, got '{self.head}'{nearest(self.head, OBJECTIVES)}",
+        )
         require(self.num_layers >= 1, "num_layers", f"must be at least 1, got {self.num_layers}")
         require(self.num_taps >= 1, "num_taps", f"must be at least 1, got {self.num_taps}")
 

@@ -129,7 +129,9 @@ def write_meta(folder: Path, origin: Origin, sampling: dict[str, Any], source: s
     write_file_atomically(path, json.dumps(meta, indent=2) + "\n")
 
 
-def write_shard(folder: Path, index: int, count: int, conversations: Iterable[Conversation], reasons: Counter[str]) -> dict[str, Any]:
+def write_shard(
+    folder: Path, index: int, count: int, conversations: Iterable[Conversation], reasons: Counter[str]
+) -> dict[str, Any]:
     """Write one shard and, last, the report that makes it count; return the report."""
     name = shard_name(index, count)
     temporary = folder / f".{name}.{os.getpid()}"

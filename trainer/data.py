@@ -109,7 +109,7 @@ class Schedule:
     def __init__(self, conversations: np.ndarray, batch_size: int, seed: int) -> None:
         if len(conversations) < batch_size:
             raise UserError(
-                f"run.batch_size: {batch_size} exceeds the {len(conversations)} training conversations; lower it or give more data"
+                f"run.batch_size: {batch_size} exceeds the {len(conversations)} conversations to train on; lower it or give more"
             )
         self.conversations, self.batch_size, self.seed = conversations, batch_size, seed
         self.steps_per_epoch = len(conversations) // batch_size
@@ -168,6 +168,4 @@ def collate(
         valid[i, : len(drawn.positions)] = True
         taps[i, : lengths[i]], final[i, : lengths[i]] = tap[: lengths[i]], last[: lengths[i]]
     names = tuple(f"{row}.{part}" if part else str(row) for row, part in (c.key for c in conversations))
-    return Batch(
-        ids, torch.tensor(lengths), grid["positions"], grid["ends"], valid, grid["rank"], taps, final, names
-    )
+    return Batch(ids, torch.tensor(lengths), grid["positions"], grid["ends"], valid, grid["rank"], taps, final, names)

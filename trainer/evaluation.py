@@ -87,6 +87,8 @@ class Evaluator:
         All ranks must call it together; each gets the sums over all of them.
         """
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if self.states.partitioned:
+            rank, world = 0, 1  # the target runs on all ranks together, so each rank evaluates everything
         chosen = self.held_out if everything else self.held_out[: self.config.conversations]
         mine = chosen[rank::world]
         work = [chunk for index in mine for chunk in self._chunks(int(index))]

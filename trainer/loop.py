@@ -168,16 +168,16 @@ class Trainer:
             cache = data.cache or str(Path(data.path) / "states")
             return CachedStates(cache, self.corpus, self.origin, layers, data.max_length)
         target = load_target(self.config.target.path, layers, DTYPES[self.config.run.precision], self.device)
-        return OnlineStates(target)
+        if data.target_zero:
+            _partition(target.model, self.config.run.precision)
+        return OnlineStates(target, partitioned=data.target_zero)
 
     def _build_engine(self, train: np.ndarray) -> tuple[Objective, Any]:
         config, dtype = self.config, DTYPES[self.config.run.precision]
         target = load_vocabulary(config.target.path, dtype, self.device)
         sampled = None
         if config.objective.train_vocab is not None:
-            sampled = SampledVocabulary(
-                self._corpus_tokens(train), target.lm_head, config.objective.train_vocab, config.run.seed
-            )
+            sampled = SampledVocabulary(self._corpus_tokens(train), target.lm_head, config.objective.train_vocab, config.run.seed)
         objective = OBJECTIVES[config.draft.head](self.draft, config.objective, target, sampled)
         engine, *_ = deepspeed.initialize(
             model=objective,
@@ -220,7 +220,8 @@ class Trainer:
         if saved["config_hash"] != self.config.hash():
             differing = _differences(identity(saved["config"]), identity(self.config.resolved()))
             raise UserError(
-                f"{path}: belongs to another configuration ({'; '.join(differing[:4])}); give those values back, or another run.output"
+                f"{path}: belongs to another configuration ({'; '.join(differing[:4])}); give those values "
+                "back, or another run.output"
             )
         if saved["corpus"] != self.corpus.fingerprint:
             raise UserError(f"{path}: was trained on another corpus than {self.config.data.path}; give another run.output")
@@ -266,9 +267,7 @@ class Trainer:
         table = torch.cat((torch.stack([rank_loss.detach().float(), *pairs]), counts.to(self.device)))
         dist.all_reduce(table)
         loss, *sums = table.tolist()
-        values = {
-            name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else sums[2 * i] for i, name in enumerate(rank_sums)
-        }
+        values = {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else sums[2 * i] for i, name in enumerate(rank_sums)}
         values = {"loss": loss / self.world, **values}
         self._check_identity(values)
         return values, np.array(sums[-3:])
@@ -317,8 +316,8 @@ class Trainer:
         ids = ", ".join(name for part in names for name in part)
         if self.nonfinite_left <= 0:
             raise UserError(
-                f"step {self.step + 1}: {what}, on conversations {ids}; the last checkpoint is intact, look at these conversations, "
-                "lower optimizer.lr, or tolerate it with --skip-nonfinite"
+                f"step {self.step + 1}: {what}, on conversations {ids}; the last checkpoint is intact, look at these "
+                "conversations, lower optimizer.lr, or tolerate it with --skip-nonfinite"
             )
         self.nonfinite_left -= 1
         self._tolerated = True
@@ -383,6 +382,15 @@ def _deepspeed_settings(config: TrainConfig, accumulation: int, world: int) -> d
     return settings
 
 
+def _partition(model: Any, precision: str) -> None:
+    """Partition a frozen model over the ranks (ZeRO stage 3 without an optimizer): a layer is gathered while it runs, so
+    all ranks must run it together."""
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    if precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    deepspeed.initialize(model=model, config=settings)
+
+
 def _recomputed(forward: Any) -> Any:
     """Return `forward` with its activations recomputed in the backward pass."""
 
@@ -420,5 +428,3 @@ class _signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 
-
 def position_weights(num_slots: int, beta: float, device: torch.device) -> Tensor:
     """Return w_s = exp(-(s-1) / beta) [S] for s = 1..S, in fp32."""
     return torch.exp(-torch.arange(num_slots, dtype=torch.float32, device=device) / beta)

@@ -18,7 +18,9 @@ SHOWN = ("loss", "dflash", "ce", "dist", "oracle_prefix", "selected_prefix", "to
 class MetricsLog:
     """Rank 0's record of a run. A resumed run first drops the records of steps it will repeat."""
 
-    def __init__(self, output: Path, resumed_at: int, total: int, tensorboard: bool, wandb: str | None, config: dict[str, Any]) -> None:
+    def __init__(
+        self, output: Path, resumed_at: int, total: int, tensorboard: bool, wandb: str | None, config: dict[str, Any]
+    ) -> None:
         from tqdm import tqdm
 
         output.mkdir(parents=True, exist_ok=True)

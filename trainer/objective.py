@@ -102,7 +102,9 @@ class Objective(nn.Module):
     metrics_topk: ClassVar[int] = 8
     rules: ClassVar[tuple[str, ...]] = ("argmax",)
 
-    def __init__(self, draft: Draft, config: ObjectiveConfig, target: TargetVocabulary, sampled: SampledVocabulary | None = None) -> None:
+    def __init__(
+        self, draft: Draft, config: ObjectiveConfig, target: TargetVocabulary, sampled: SampledVocabulary | None = None
+    ) -> None:
         super().__init__()
         self.draft = draft
         self.config = config
@@ -194,9 +196,7 @@ class Objective(nn.Module):
             return sampled.at(step)
         return lambda hidden, labels, k: token_log_probs(hidden.to(self.target.lm_head.dtype), self.target.lm_head, labels, k)
 
-    def head_sums(
-        self, blocks: Blocks, lattice: TokenLogProbs, truth: Tensor, prefix: Tensor, final: Tensor
-    ) -> HeadSums | None:
+    def head_sums(self, blocks: Blocks, lattice: TokenLogProbs, truth: Tensor, prefix: Tensor, final: Tensor) -> HeadSums | None:
         """Return the head's sums over the oracle prefixes (final: the target's final states); the plain drafter has none."""
         return None
 
@@ -294,10 +294,7 @@ class LiLiCorrObjective(Objective):
     def drafts(self, blocks: Blocks) -> tuple[dict[str, Tensor], Tensor]:
         found = self._candidates(blocks, self.draft.config.head.candidate_topk)  # type: ignore[attr-defined]
         start, pair = self._scores(blocks, found)
-        paths = {
-            rule: found.ids.gather(-1, walk(start, pair, rule).index[..., None])[..., 0]
-            for rule in self.rules[1:]
-        }
+        paths = {rule: found.ids.gather(-1, walk(start, pair, rule).index[..., None])[..., 0] for rule in self.rules[1:]}
         return {"argmax": found.ids[..., 0], **paths}, self._oracle(blocks, found)
 
 

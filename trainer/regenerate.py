@@ -2,8 +2,8 @@
 
     python trainer/regenerate.py --target DIR --prompts SOURCE --out DIR [--shard i/n]
 
-SOURCE is a JSON Lines file, a folder of them, or a Hugging Face dataset. System and user turns are kept. Rows of a `messages` source
-are answered where it has assistant turns; rows of `turns` or `prompt` after every user turn. Killed at any moment, the
+SOURCE is a JSON Lines file, a folder of them, or a Hugging Face dataset. System and user turns are kept. Rows of a `messages`
+source are answered where it has assistant turns; rows of `turns` or `prompt` after every user turn. Killed at any moment, the
 same command continues: finished rows are in a journal and are neither lost nor made again.
 """
 
@@ -52,7 +52,9 @@ def parse_row(row: Any) -> list[dict[str, str]]:
             raise Unusable("malformed")
         if not turns or not all(turn.strip() for turn in turns):
             raise Unusable("empty")
-        return [message for turn in turns for message in ({"role": "user", "content": turn}, {"role": "assistant", "content": ""})]
+        return [
+            message for turn in turns for message in ({"role": "user", "content": turn}, {"role": "assistant", "content": ""})
+        ]
     messages = row["messages"]
     if not isinstance(messages, (list, tuple)):
         raise Unusable("malformed")
@@ -109,7 +111,9 @@ def _rows(source: str, splits: Sequence[str]) -> Iterator[Any]:
             dataset = datasets.load_dataset(source, split=split)
         except Exception as error:  # the hub client and the readers raise dozens of kinds
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"--prompts: {source} is no local file, and its split '{split}' cannot be loaded ({reason})") from None
+            raise UserError(
+                f"--prompts: {source} is no local file, and its split '{split}' cannot be loaded ({reason})"
+            ) from None
         yield from dataset
 
 
@@ -255,7 +259,13 @@ class OfflineEngine:
 
 
 def regenerate(
-    rows: Iterator[tuple[int, Any]], journal: Journal, generator: Generator, tokenizer: Any, max_tokens: int, in_flight: int, total: int | None
+    rows: Iterator[tuple[int, Any]],
+    journal: Journal,
+    generator: Generator,
+    tokenizer: Any,
+    max_tokens: int,
+    in_flight: int,
+    total: int | None,
 ) -> None:
     """Answer every row that is not in the journal yet, keeping `in_flight` conversations with the generator."""
     running: dict[str, tuple[Pending, list[int]]] = {}

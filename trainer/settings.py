@@ -130,7 +130,9 @@ def _convert(hint: Any, value: Any, source: str, path: str) -> Any:
         options = list(typing.get_args(hint))
         if value not in options:
             known = ", ".join(map(str, options))
-            raise UserError(f"{source}: {path} must be one of {known}, got {_show(value)}{nearest(str(value), map(str, options))}")
+            raise UserError(
+                f"{source}: {path} must be one of {known}, got {_show(value)}{nearest(str(value), map(str, options))}"
+            )
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):

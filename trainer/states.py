@@ -79,7 +79,9 @@ def load_vocabulary(folder: str | Path, dtype: torch.dtype, device: torch.device
 
 class StateSource(Protocol):
     """Where a conversation's states come from. `of` returns them for corpus indices, in order; `tails` the target's
-    greedy continuation past each turn's end, of held-out conversations."""
+    greedy continuation past each turn's end, of held-out conversations; `partitioned`: ranks must ask together."""
+
+    partitioned: bool
 
     def of(self, indices: Sequence[int], conversations: Sequence[Conversation], max_length: int) -> list[States]: ...
 
@@ -87,17 +89,18 @@ class StateSource(Protocol):
 
 
 class OnlineStates:
-    """The target in this process."""
+    """The target in this process; `partitioned`: over all ranks, which must then ask for the same states together."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, partitioned: bool = False) -> None:
+        self.target, self.partitioned = target, partitioned
+        self._device = target.device
 
     def of(self, indices: Sequence[int], conversations: Sequence[Conversation], max_length: int) -> list[States]:
         lengths = [min(len(c.ids), max_length) for c in conversations]
         ids = torch.zeros(len(conversations), max(lengths), dtype=torch.long)
         for i, (conversation, length) in enumerate(zip(conversations, lengths)):
             ids[i, :length] = torch.from_numpy(conversation.ids[:length].astype(np.int64))
-        ids = ids.to(self.target.device)
+        ids = ids.to(self._device)
         # Padding stands behind every conversation, and attention is causal: no token sees it.
         states = self.target.forward(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
         return [(states.taps[i, :length], states.final[i, :length]) for i, length in enumerate(lengths)]
@@ -193,7 +196,9 @@ def write_shard(folder: Path, number: int, members: range, rows: Iterator[Tensor
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"{folder}: shard {number} cannot be written ({error.strerror}); finished shards stay, free space") from None
+        raise UserError(
+            f"{folder}: shard {number} cannot be written ({error.strerror}); finished shards stay, free space"
+        ) from None
     index = {"first": members.start, "count": len(members), "lengths": lengths, "crc32": checksums}
     write_file_atomically(folder / f"{name}.json", json.dumps(index) + "\n")
 
@@ -204,6 +209,8 @@ def shard_is_done(folder: Path, number: int) -> bool:
 
 class CachedStates:
     """A finished cache, memory-mapped."""
+
+    partitioned = False
 
     def __init__(self, folder: str | Path, corpus: Corpus, origin: Origin, layers: Sequence[int], max_length: int) -> None:
         """Open the cache in `folder`; raises UserError when it is missing, unfinished, damaged, or of something else."""
@@ -236,7 +243,9 @@ class CachedStates:
     def _open_shard(self, number: int) -> None:
         path = self.folder / f"states-{number:05d}.json"
         if not path.exists():
-            raise UserError(f"{self.folder}: is unfinished ({path.name} is missing); run trainer/cache.py again, it continues there")
+            raise UserError(
+                f"{self.folder}: is unfinished ({path.name} is missing); run trainer/cache.py again, it continues there"
+            )
         index = json.loads(path.read_text())
         data = path.with_suffix(".bin")
         expected = sum(index["lengths"]) * self.meta.width * 2
@@ -259,8 +268,8 @@ class CachedStates:
             if zlib.crc32(rows.data) != checksum:
                 name = f"states-{number:05d}"
                 raise UserError(
-                    f"{self.folder / name}.bin: the states of conversation {index} are damaged (checksum); remove {name}.json and "
-                    "run trainer/cache.py again, it rewrites that shard"
+                    f"{self.folder / name}.bin: the states of conversation {index} are damaged (checksum); remove {name}.json "
+                    "and run trainer/cache.py again, it rewrites that shard"
                 )
             self._verified.add(index)
         states = torch.from_numpy(rows[:max_length].copy()).view(torch.bfloat16)
@@ -272,7 +281,7 @@ class CachedStates:
         found = tails.get(str(index))
         if found is None or any(len(tail) < count for tail in found) or self.meta.max_length != max_length:
             raise UserError(
-                f"{path}: has no continuation of held-out conversation {index} by {count} tokens; run trainer/cache.py again with "
-                "this configuration (finished shards are kept)"
+                f"{path}: has no continuation of held-out conversation {index} by {count} tokens; run trainer/cache.py again "
+                "with this configuration (finished shards are kept)"
             )
         return [tail[:count] for tail in found]

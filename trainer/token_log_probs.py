@@ -55,7 +55,9 @@ def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, k: int, log
         raise ValueError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
     if not 0 <= k <= vocab:
         raise ValueError(f"k must lie in 0..{vocab} (the vocabulary), got {k}")
-    target, ids, log_probs = _TokenLogProbs.apply(hidden, weight, targets, k, log_counts, torch.is_grad_enabled() and hidden.requires_grad)
+    target, ids, log_probs = _TokenLogProbs.apply(
+        hidden, weight, targets, k, log_counts, torch.is_grad_enabled() and hidden.requires_grad
+    )
     return TokenLogProbs(target, ids, log_probs)
 
 
@@ -103,7 +105,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 values = logits[part]
                 gathered = values.gather(1, targets[whole, None])
                 top_values, top_ids, top = _top(values, k)
-                exp = torch.sub(values, top[:, None], out=scratch[: len(values)]) if log_counts is None else (values - top[:, None])
+                exp = (
+                    torch.sub(values, top[:, None], out=scratch[: len(values)]) if log_counts is None else (values - top[:, None])
+                )
                 if log_counts is not None:
                     exp = exp.add_(log_counts)
                 exp.exp_()

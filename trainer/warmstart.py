@@ -37,7 +37,9 @@ def warm_start(draft: Draft, path: str) -> list[str]:
             if getattr(theirs.head, name) != getattr(ours.head, name)
         ]
     if differing:
-        raise UserError(f"run.warm_start: {folder} has another geometry in {', '.join(differing)}; make draft and head agree with it")
+        raise UserError(
+            f"run.warm_start: {folder} has another geometry in {', '.join(differing)}; make draft and head agree with it"
+        )
     loaded = load_draft(folder, dtype=torch.float32, config=theirs)
     draft.backbone.load_state_dict(loaded.backbone.state_dict())
     if not same_head:

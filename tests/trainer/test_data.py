@@ -51,7 +51,9 @@ def test_a_schedule_visits_everything_once_an_epoch_and_drops_the_rest():
     for epoch, visited in enumerate(epochs):
         assert len(set(visited.tolist())) == 20 and schedule.batch(epoch * 5)[0] == epoch
     assert epochs[0].tolist() != epochs[1].tolist()
-    assert np.array_equal(Schedule(np.arange(100, 123), 4, seed=3).batch(7)[1], schedule.batch(7)[1]), "any step, without the ones before"
+    assert np.array_equal(Schedule(np.arange(100, 123), 4, seed=3).batch(7)[1], schedule.batch(7)[1]), (
+        "any step, without the ones before"
+    )
     with pytest.raises(UserError, match="batch_size: 4 exceeds the 3"):
         Schedule(np.arange(3), 4, seed=0)
 
@@ -101,7 +103,10 @@ def test_a_corpus_of_another_target_tokenizer_or_sampling_is_refused(tmp_path):
 
 def test_held_out_conversations_keep_their_parts_together_and_unanswerable_ones_are_left_out(tmp_path):
     write_meta(tmp_path, ORIGIN, {}, "here", 1)
-    rows = [conversation(r, part=p) for r in range(12) for p in range(2)] + [conversation(50, start=8), conversation(51, length=30, start=25)]
+    rows = [conversation(r, part=p) for r in range(12) for p in range(2)] + [
+        conversation(50, start=8),
+        conversation(51, length=30, start=25),
+    ]
     write_shard(tmp_path, 0, 1, rows, Counter())
     corpus = Corpus(tmp_path)
     train, held, left_out = split(corpus, DataConfig(path="x", max_length=20, holdout=3))

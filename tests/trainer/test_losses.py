@@ -82,7 +82,9 @@ def test_losses_equal_the_slow_implementation(seed, n, slots, k, hit, quantum):
 def test_an_empty_prefix_gives_exactly_zero_and_zero_gradients():
     scores = torch.randn(3, 4, 2, requires_grad=True)
     nothing = torch.zeros(3, 4, dtype=torch.bool)
-    total = cross_entropy_sum(scores, torch.zeros(3, 4, dtype=torch.long), nothing) + distractor_sum(scores, torch.ones(3, 4, 2), nothing)
+    total = cross_entropy_sum(scores, torch.zeros(3, 4, dtype=torch.long), nothing) + distractor_sum(
+        scores, torch.ones(3, 4, 2), nothing
+    )
     total.backward()
     assert float(total.detach()) == 0.0 and not scores.grad.any()
 
@@ -94,4 +96,6 @@ def test_penalty_is_zero_when_the_target_prefers_the_candidate():
 
 
 def test_slot_weights_decay_from_one():
-    torch.testing.assert_close(position_weights(3, 7.0, torch.device("cpu")), torch.tensor([1.0, math.exp(-1 / 7), math.exp(-2 / 7)]))
+    torch.testing.assert_close(
+        position_weights(3, 7.0, torch.device("cpu")), torch.tensor([1.0, math.exp(-1 / 7), math.exp(-2 / 7)])
+    )

@@ -85,7 +85,9 @@ def explicit(objective, conversations, anchors, states):
             if len(labels) < B - 1 or not hasattr(draft.config.head, "candidate_topk"):
                 continue
             candidates, log_probs = top_candidates(logits[None], K)
-            start, pair = draft.head(target.embed(candidates), log_probs, hidden[None], features[:, -1], torch.ones(1, dtype=torch.bool))
+            start, pair = draft.head(
+                target.embed(candidates), log_probs, hidden[None], features[:, -1], torch.ones(1, dtype=torch.bool)
+            )
             before = None
             for s, label in enumerate(labels):
                 row = candidates[0, s].tolist()
@@ -116,7 +118,9 @@ def test_loss_and_gradients_equal_explicit_loops_over_blocks_and_slots(head):
     expected.backward()
     for name, parameter in objective.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(ours.get(name, torch.zeros_like(parameter)), grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours.get(name, torch.zeros_like(parameter)), grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_head_trains_the_drafter_through_log_probabilities_and_states():
@@ -136,7 +140,10 @@ def test_perturbing_one_conversation_leaves_the_others_losses_bit_equal(head):
     def parts():
         blocks = objective.draft_blocks(collate(conversations, anchors, states, 64))
         found = objective._candidates(blocks, K)
-        return [found.target.view(3, -1, B - 1), *[x.view(3, found.target.view(3, -1, B - 1).shape[1], -1) for x in objective.drafts(blocks)[0].values()]]
+        return [
+            found.target.view(3, -1, B - 1),
+            *[x.view(3, found.target.view(3, -1, B - 1).shape[1], -1) for x in objective.drafts(blocks)[0].values()],
+        ]
 
     before = parts()
     conversations[1].ids[:] = (conversations[1].ids + 5) % 12
@@ -187,7 +194,11 @@ def test_a_sampled_vocabulary_that_holds_every_token_changes_nothing():
 
 def test_the_sampled_normaliser_is_unbiased():
     torch.manual_seed(0)
-    lm_head, hidden, labels = torch.randn(V, H, dtype=torch.float64), 0.3 * torch.randn(5, H, dtype=torch.float64), torch.arange(5)
+    lm_head, hidden, labels = (
+        torch.randn(V, H, dtype=torch.float64),
+        0.3 * torch.randn(5, H, dtype=torch.float64),
+        torch.arange(5),
+    )
     sampled = SampledVocabulary(range(12), lm_head, 8, seed=1)
     logits = hidden @ lm_head.t()
     label_logits = logits.gather(1, labels[:, None])[:, 0]

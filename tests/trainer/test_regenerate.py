@@ -186,7 +186,17 @@ def test_vllm_writes_what_greedy_decoding_in_transformers_writes(tiny_target, so
     import os
 
     command = [sys.executable, str(ROOT / "trainer/regenerate.py"), "--target", str(tiny_target), "--prompts", str(source)]
-    command += ["--out", str(tmp_path / "out"), "--max-tokens", "16", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
+    command += [
+        "--out",
+        str(tmp_path / "out"),
+        "--max-tokens",
+        "16",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "8",
+    ]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -101,14 +101,29 @@ def test_the_hash_names_the_numbers_and_not_the_place(tmp_path):
     path = ROOT / "configs/smollm2-135m.yaml"
     hashes = {
         key: TrainConfig.load(path, [key]).hash()
-        for key in ("run.seed=0", "run.output=elsewhere", "run.stop_after=5", "run.seed=1", "optimizer.lr=2e-3", "draft.head=dflash")
+        for key in (
+            "run.seed=0",
+            "run.output=elsewhere",
+            "run.stop_after=5",
+            "run.seed=1",
+            "optimizer.lr=2e-3",
+            "draft.head=dflash",
+        )
     }
     assert hashes["run.seed=0"] == hashes["run.output=elsewhere"] == hashes["run.stop_after=5"]
     assert len(set(hashes.values())) == 4
 
 
 def test_print_config_prints_yaml_that_loads_to_the_same_configuration(tmp_path):
-    command = [sys.executable, "trainer/main.py", "--config", "configs/qwen3-8b.yaml", "--print-config", "run.seed=7", "optimizer.lr=1e-3"]
+    command = [
+        sys.executable,
+        "trainer/main.py",
+        "--config",
+        "configs/qwen3-8b.yaml",
+        "--print-config",
+        "run.seed=7",
+        "optimizer.lr=1e-3",
+    ]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (tmp_path / "again.yaml").write_text(printed)
     again = TrainConfig.load(tmp_path / "again.yaml")

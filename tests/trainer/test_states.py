@@ -23,7 +23,9 @@ from vllm_lilicorr.trainer.states import CachedStates, OnlineStates, load_vocabu
 @pytest.fixture
 def make_cache(tiny_target, tiny_corpus, tmp_path, train_settings, monkeypatch):
     monkeypatch.setattr(states_module, "SHARD_BYTES", 100_000)  # several shards of the tiny corpus
-    config = train_settings(tiny_target, tiny_corpus, tmp_path / "run", data={"mode": "offline", "cache": str(tmp_path / "states")})
+    config = train_settings(
+        tiny_target, tiny_corpus, tmp_path / "run", data={"mode": "offline", "cache": str(tmp_path / "states")}
+    )
 
     def run(*arguments: str) -> Path:
         cache_command.main(["--config", str(config), *arguments])
@@ -73,7 +75,9 @@ def test_an_interrupted_cache_continues_after_the_last_finished_shard(make_cache
     with pytest.raises(UserError, match=r"is unfinished \(states-00002.json is missing\)"):
         opened(folder, tiny_target, tiny_corpus)
     written = []
-    monkeypatch.setattr(cache_command, "write_shard", lambda f, n, m, r, real=states_module.write_shard: (written.append(n), real(f, n, m, r)))
+    monkeypatch.setattr(
+        cache_command, "write_shard", lambda f, n, m, r, real=states_module.write_shard: (written.append(n), real(f, n, m, r))
+    )
     make_cache()
     assert written == [2]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
@@ -145,7 +149,9 @@ def test_training_offline_without_a_cache_says_how_to_make_one(tiny_target, tiny
     command = [sys.executable, "trainer/main.py", "--config", str(config)]
     import os
 
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "make them with trainer/cache.py" in errors[0] and "Traceback" not in done.stderr

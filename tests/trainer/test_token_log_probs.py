@@ -26,8 +26,13 @@ def problem(seed, rows, width, vocab, dtype=torch.float64):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), rows=st.integers(0, 9), width=st.integers(1, 6), vocab=st.integers(1, 300),
-    k=st.sampled_from([0, 1, 2, 8]), counts=st.booleans(), chunk=st.integers(1, 4),
+    seed=st.integers(0, 10_000),
+    rows=st.integers(0, 9),
+    width=st.integers(1, 6),
+    vocab=st.integers(1, 300),
+    k=st.sampled_from([0, 1, 2, 8]),
+    counts=st.booleans(),
+    chunk=st.integers(1, 4),
 )
 def test_values_and_gradients_equal_the_materialised_graph(seed, rows, width, vocab, k, counts, chunk):
     hidden, weight, targets = problem(seed, rows, width, vocab)

@@ -54,8 +54,8 @@ def test_a_run_logs_every_term_saves_evaluates_and_exports(make, tiny_target, ca
     steps = [record for record in records(make.output) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
     wanted = {
-        "step", "loss", "dflash", "ce", "dist", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "memory_bytes", "oracle_prefix",
-        "selected_prefix", "top1_prefix", "slot_accuracy", "score_spread",
+        "step", "loss", "dflash", "ce", "dist", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "memory_bytes",
+        "oracle_prefix", "selected_prefix", "top1_prefix", "slot_accuracy", "score_spread",
     }  # fmt: skip
     assert all(wanted <= record.keys() for record in steps)
     for record in steps:
@@ -183,7 +183,9 @@ def test_records_of_steps_that_will_be_repeated_are_dropped(make):
     with (make.output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
     run(make("run.max_steps=4"))
-    assert [r["step"] for r in records(make.output) if "loss" in r] == [1, 2, 3, 4] and 9.0 not in [r.get("loss") for r in records(make.output)]
+    assert [r["step"] for r in records(make.output) if "loss" in r] == [1, 2, 3, 4] and 9.0 not in [
+        r.get("loss") for r in records(make.output)
+    ]
 
 
 def test_resuming_with_other_numbers_ranks_or_corpus_is_refused(make):
@@ -233,8 +235,51 @@ def test_activation_checkpointing_and_accumulation_change_no_loss(make, tmp_path
 def test_arms_start_from_the_same_backbone_and_see_the_same_data(make, tmp_path):
     lilicorr = make(f"run.output={tmp_path}/a")
     dflash = make(f"run.output={tmp_path}/b", "draft.head=dflash")
-    for (name, a), (_, b) in zip(lilicorr.draft.backbone.named_parameters(), dflash.draft.backbone.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        lilicorr.draft.backbone.named_parameters(), dflash.draft.backbone.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
     epoch, conversations = lilicorr.schedule.batch(3)
     ours, theirs = lilicorr._batch(epoch, conversations, 0), dflash._batch(*dflash.schedule.batch(3), 0)
     assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.anchors, theirs.anchors)
+
+
+@pytest.mark.slow
+def test_stock_vllms_head_loads_the_export_and_gives_our_scores(make):
+    """The head of an exported run, read from its published tensor names, in vLLM's own implementation."""
+    pytest.importorskip("vllm")
+    import importlib.util
+
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    run(make("run.max_steps=3"))
+    dist.destroy_process_group()  # vLLM wants its own
+    spec = importlib.util.spec_from_file_location("stock", ROOT / "tests/core/stock.py")
+    stock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stock)
+    draft = load_draft(make.output / "export", dtype=torch.float32)
+    published = load_file(make.output / "export/model.safetensors")
+    assert {
+        name.removeprefix("lilicorr.") for name in published if name.startswith("lilicorr.")
+    } == draft.head.state_dict().keys()
+    config, n = draft.config, 3
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    slots, topk, hidden = config.num_slots, config.head.candidate_topk, config.hidden_size
+    log_probs = normal(n, slots, topk).log_softmax(-1).sort(-1, descending=True).values
+    inputs = (
+        normal(n, slots, topk, hidden),
+        log_probs,
+        normal(n, slots, hidden),
+        normal(n, hidden),
+        torch.tensor([True, False, True]),
+    )
+    with stock.vllm_parallel_state(), torch.no_grad():
+        names = ("token_embeddings", "candidate_log_probs", "pass_hidden", "anchor_hidden", "anchor_valid")
+        theirs = stock.stock_head(config, draft.head).score(**dict(zip(names, inputs, strict=True)))
+        for a, b in zip(draft.head(*inputs), theirs, strict=True):
+            assert float((a - config.head.logit_scale * b).abs().max()) <= 1e-5

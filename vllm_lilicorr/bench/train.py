@@ -67,7 +67,9 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(measure(GEOMETRIES[args.geometry], DTYPES[args.dtype], args.side, args.repeats)))
         return 0
     results = []
-    print("| geometry | dtype | naive s | ours s | time ratio | naive MiB | ours MiB | memory ratio | vocabulary GEMMs naive/ours |")
+    print(
+        "| geometry | dtype | naive s | ours s | time ratio | naive MiB | ours MiB | memory ratio | vocabulary GEMMs naive/ours |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for geometry in GEOMETRIES if args.geometry == "all" else [args.geometry]:
         for dtype in DTYPES if args.dtype == "both" else [args.dtype]:
@@ -75,8 +77,9 @@ def main(args: argparse.Namespace) -> int:
             check_same(geometry, dtype, sides)
             ours, naive = sides["ours"], sides["naive"]
             results.append({"geometry": geometry, "dtype": dtype, **sides})
+            time_ratio = ours["seconds"] / naive["seconds"]
             print(
-                f"| {geometry} | {dtype} | {naive['seconds']:.3f} | {ours['seconds']:.3f} | {ours['seconds'] / naive['seconds']:.2f} "
+                f"| {geometry} | {dtype} | {naive['seconds']:.3f} | {ours['seconds']:.3f} | {time_ratio:.2f} "
                 f"| {naive['extra_bytes'] / 2**20:.0f} | {ours['extra_bytes'] / 2**20:.0f} "
                 f"| {ours['extra_bytes'] / naive['extra_bytes']:.2f} | {GEMMS['naive']}/{GEMMS['ours']} |",
                 flush=True,
@@ -93,7 +96,9 @@ def _in_own_process(geometry: str, dtype: str, side: str, args: argparse.Namespa
     command = [sys.executable, "-m", "vllm_lilicorr.bench", "train", *options, "--side", side]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"the {side} side of {geometry} in {dtype} failed ({done.stderr.strip().splitlines()[-1:]}); is there memory?")
+        raise UserError(
+            f"the {side} side of {geometry} in {dtype} failed ({done.stderr.strip().splitlines()[-1:]}); is there memory?"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -143,7 +148,9 @@ def ours(data: dict[str, Tensor], blocks: int) -> Tensor:
     start, pair = stand_in_scores(log_probs, data["scales"])
     scores = losses.teacher_forced_scores(start, pair, truth)
     costs = torch.zeros_like(scores)
-    costs[prefix] = losses.target_costs(data["final"].view(blocks, -1, data["final"].shape[-1])[prefix], data["lm_head"], labels[prefix], ids[prefix])
+    costs[prefix] = losses.target_costs(
+        data["final"].view(blocks, -1, data["final"].shape[-1])[prefix], data["lm_head"], labels[prefix], ids[prefix]
+    )
     weights = losses.position_weights(labels.shape[1], BETA, labels.device)
     dflash = -(found.target.view(blocks, -1) * weights).sum() / (weights.sum() * blocks)
     head = losses.cross_entropy_sum(scores, truth, prefix) + LAMBDA * losses.distractor_sum(scores, costs, prefix)
