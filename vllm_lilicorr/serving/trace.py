@@ -61,7 +61,7 @@ class Trace:
         block = self._pending.pop(request, None)
         if block is not None:
             # More than was drafted: the request was preempted, and what ran is its prompt again.
-            count = None if count is not None and count > len(block["drafts"]) else count
+            accepted = None if accepted is not None and accepted > len(block["drafts"]) else accepted
             self._file.write(json.dumps(block | {"accepted": accepted}) + "\n")
 
     def close(self) -> None:

