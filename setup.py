@@ -43,7 +43,7 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir=dict(SOURCES),
-    package_data={"vllm_lilicorr": ["py.typed", "assets/**"]},
+    package_data={"vllm_lilicorr": ["py.typed", "assets/**"], "vllm_lilicorr.trainer": ["prompts/*.jsonl"]},
     install_requires=[
         "torch>=2.6",
         "transformers>=5.0",
