@@ -74,7 +74,11 @@ def request(rng: random.Random, vocab: int, max_len: int) -> tuple[str, dict[str
     elif kind == "logprobs":
         body |= {"logprobs": 3}
     elif kind == "json":
-        body |= {"structured_outputs": {"json": SCHEMA}, "max_tokens": min(room, 64), "ignore_eos": False}
+        body |= {
+            "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
+            "max_tokens": min(room, 64),
+            "ignore_eos": False,
+        }
         body["prompt"] = body["prompt"][: max_len - 80]
         body["max_tokens"] = 64
     return kind, body
