@@ -63,7 +63,8 @@ def _drawn(four_tokens: tuple[Path, Path], runner: str, release: str = "0.32", f
         {"temperature": 1.0, "max_tokens": 2, "seed": 1000 + i, "ignore_eos": True, "detokenize": False} for i in range(count)
     ]
     return run(
-        *four_tokens, [{"prompts": [PROMPT] * count, "params": params}], runner=runner, release=release, falsify=falsify, env=ENVIRONMENT[runner],
+        *four_tokens, [{"prompts": [PROMPT] * count, "params": params}], runner=runner, release=release, falsify=falsify,
+        env=ENVIRONMENT[runner],
         speculative={"draft_sample_method": "probabilistic"}, skip_tokenizer_init=True, max_model_len=32, max_num_seqs=128,
         max_num_batched_tokens=2048, enable_prefix_caching=False,
     )  # fmt: skip
@@ -94,7 +95,8 @@ def test_seeds_reproduce_and_greedy_rows_stay_greedy_in_a_mixed_batch(pair: tupl
     mixed = [{"temperature": 0 if i % 2 else 0.8, "seed": i, "max_tokens": 16, "ignore_eos": True} for i in range(6)]
     greedy = [{"temperature": 0, "max_tokens": 16, "ignore_eos": True}] * 6
     done = run(
-        *pair, [{"prompts": prompts, "params": params} for params in (mixed, mixed, greedy)], runner=runner, max_num_seqs=6, env=ENVIRONMENT[runner],
+        *pair, [{"prompts": prompts, "params": params} for params in (mixed, mixed, greedy)], runner=runner, max_num_seqs=6,
+        env=ENVIRONMENT[runner],
         speculative={"draft_sample_method": "probabilistic"}, enable_prefix_caching=False,
     )  # fmt: skip
     assert done.tokens(0) == done.tokens(1)
