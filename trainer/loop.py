@@ -103,12 +103,11 @@ class Trainer:
             values, summed = self._reduce(terms, batch)
             self._require_finite(values, batch)
             self.engine.backward(terms[0])
-            dropped = self._drop_nonfinite_gradient()
             self.engine.step()
             logged.append(values)
             counts += summed
         values = {key: sum(entry[key] for entry in logged) / len(logged) for key in logged[0]}
-        norm = self._gradient_norm(batch, dropped)
+        norm = self._gradient_norm(batch)
         seconds = time.perf_counter() - began
         return {
             "step": self.step + 1,
@@ -179,10 +178,11 @@ class Trainer:
         if config.objective.train_vocab is not None:
             sampled = SampledVocabulary(self._corpus_tokens(train), target.lm_head, config.objective.train_vocab, config.run.seed)
         objective = OBJECTIVES[config.draft.head](self.draft, config.objective, target, sampled)
+        settings = _deepspeed_settings(config, self.accumulation, self.world)
         engine, *_ = deepspeed.initialize(
             model=objective,
-            optimizer=build_optimizer(objective.parameters(), config.optimizer),
-            config=_deepspeed_settings(config, self.accumulation, self.world),
+            optimizer=build_optimizer(objective.parameters(), config.optimizer, settings),
+            config=settings,
         )
         # DeepSpeed checks gradients for overflow in half precision only; a NaN is as fatal in fp32.
         if hasattr(engine.optimizer, "check_grad_overflow"):
@@ -284,22 +284,10 @@ class Trainer:
         if bad:
             self._nonfinite(f"loss term {bad[0]} is {values[bad[0]]}", batch)
 
-    def _drop_nonfinite_gradient(self) -> bool:
-        """Without ZeRO and in fp32 the optimizer is torch's own, which would take any gradient; return whether one was
-        dropped. All other optimizers of DeepSpeed look themselves and skip the step."""
-        if self.engine.optimizer is not self.engine.basic_optimizer or not self.engine.is_gradient_accumulation_boundary():
-            return False
-        gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return False
-        for parameter in self.objective.parameters():
-            parameter.grad = None
-        return True
-
-    def _gradient_norm(self, batch: Batch, dropped: bool) -> float:
+    def _gradient_norm(self, batch: Batch) -> float:
         """Return the step's gradient norm before clipping; a step whose gradient is not finite was not taken."""
         norm = float(self.engine.get_global_grad_norm() or 0.0)
-        if dropped or getattr(self.engine.optimizer, "overflow", False) or not math.isfinite(norm):
+        if getattr(self.engine.optimizer, "overflow", False) or not math.isfinite(norm):
             self._nonfinite("the gradient is not finite", batch)
             norm = float("nan")
         self._tolerated = False

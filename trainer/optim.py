@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -44,11 +44,26 @@ class ScheduleConfig:
         require(0 <= self.floor <= 1, "floor", f"is a share of the learning rate in [0, 1], got {self.floor}")
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over `parameters`. DeepSpeed puts the fp32 master weights in their place."""
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-    )
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW that leaves out a step whose gradient is not finite, and says so in `overflow`."""
+
+    overflow = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return None if self.overflow else super().step(closure)
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, deepspeed: dict[str, Any]) -> torch.optim.AdamW:
+    """Return AdamW over `parameters`; DeepSpeed, whose settings are given, puts the fp32 master weights in their place.
+
+    Without ZeRO and in fp32 DeepSpeed adds nothing around the optimizer, which then has to look at gradients itself.
+    """
+    bare = deepspeed.get("zero_optimization", {}).get("stage", 0) == 0 and "bf16" not in deepspeed
+    kind = GuardedAdamW if bare else torch.optim.AdamW
+    return kind(parameters, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay)
 
 
 def learning_rate(step: int, max_steps: int, peak: float, config: ScheduleConfig) -> float:
