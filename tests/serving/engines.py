@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,20 +94,49 @@ def run(
         "model": str(target), "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8,
         "disable_log_stats": False, "speculative_config": spec, **engine,
     }  # fmt: skip
+    job = {"runner": runner, "engine": options, "phases": phases, "falsify": falsify}
+    extra = env or {}
+    # Tests of one module may be spread over processes: an engine that another one has run is not run again.
+    digest = hashlib.sha256(json.dumps([job, release, extra], sort_keys=True).encode()).hexdigest()
+    kept = _results_folder() / f"{digest}.json"
+    with one_engine():
+        if not kept.exists():
+            kept.write_text(json.dumps(_run(job, environment(release, **extra), timeout)))
+    result, blocks = json.loads(kept.read_text())
+    if result["version"].rpartition(".")[0] != release:
+        raise AssertionError(f"asked for vLLM {release}, ran {result['version']}")
+    return Run(result, blocks, phases)
+
+
+def _results_folder() -> Path:
+    """Return a folder that the processes of this test run share."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir(), f"vllm-lilicorr-engines-{name}")
+    folder.mkdir(exist_ok=True)
+    if "PYTEST_XDIST_TESTRUNUID" not in os.environ:  # with several processes, nobody knows who is the last
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def one_engine() -> Iterator[None]:
+    """Wait until no other test process runs an engine: each takes all cores and much memory."""
+    with open(Path(tempfile.gettempdir(), f"vllm-lilicorr-engine-{os.getuid()}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(job: dict[str, Any], env: dict[str, str], timeout: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.jsonl")
-        job = {"runner": runner, "engine": options, "phases": phases, "trace": str(trace), "falsify": falsify}
         process = subprocess.run(
-            [sys.executable, str(HERE / "driver.py")], input=json.dumps(job), env=environment(release, **(env or {})), text=True,
+            [sys.executable, str(HERE / "driver.py")], input=json.dumps({**job, "trace": str(trace)}), env=env, text=True,
             capture_output=True, timeout=timeout,
         )  # fmt: skip
         lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
         assert lines, f"the engine died:\n{process.stdout[-3000:]}\n{process.stderr[-6000:]}"
         blocks = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
-    result = json.loads(lines[0].removeprefix("RESULT "))
-    if result["version"].rpartition(".")[0] != release:
-        raise AssertionError(f"asked for vLLM {release}, ran {result['version']}")
-    return Run(result, blocks, phases)
+    return json.loads(lines[0].removeprefix("RESULT ")), blocks
 
 
 def compare_outputs(target: Path, runs: list[tuple[str, list[int], list[int]]]) -> Comparison:

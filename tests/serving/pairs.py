@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
+from make_vllm033 import cache_folder
 from torch import Tensor
 
+import vllm_lilicorr.model
 from vllm_lilicorr.config import DFlashConfig, DraftConfig, LiLiCorrConfig, default_target_layer_ids
 from vllm_lilicorr.model.checkpoint import save_draft
 from vllm_lilicorr.model.draft import Draft
@@ -155,6 +160,28 @@ def train_draft(target: Path, folder: Path, config: DraftConfig, *, steps: int =
         schedule.step()
     save_draft(draft.eval(), folder)
     return folder
+
+
+def cached_pair() -> tuple[Path, Path]:
+    """Return (target, drafter), from an earlier run if neither this file nor the model has changed since."""
+    digest = hashlib.sha256()
+    model = Path(vllm_lilicorr.model.__file__).parent
+    for path in (Path(__file__), *(model / name for name in ("backbone.py", "draft.py", "lattice.py", "heads/lilicorr.py"))):
+        digest.update(path.read_bytes())
+    root = cache_folder().parent / f"pair-{digest.hexdigest()[:16]}"
+    if not root.exists():
+        scratch = root.with_name(f".{root.name}.{os.getpid()}")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            target = make_target(scratch / "target")
+            train_draft(target, scratch / "draft", draft_config(target))
+        finally:
+            torch.set_num_threads(threads)
+        with contextlib.suppress(OSError):  # another process was faster
+            scratch.rename(root)
+        shutil.rmtree(scratch, ignore_errors=True)
+    return root / "target", root / "draft"
 
 
 def with_config(draft: Path, folder: Path, **changes: object) -> Path:

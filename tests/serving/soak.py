@@ -1,6 +1,6 @@
 """A server under load: many streams of every kind at once, aborts among them, and what must hold throughout.
 
-    python tests/serving/soak.py --target DIR --draft CKPT [--seconds 600] [--streams 64] [--log FILE]
+    python tests/serving/soak.py [--target DIR --draft CKPT] [--seconds 600] [--streams 64] [--log FILE]
 
 Starts `vllm serve` with LILICORR_DEBUG=1 and keeps 64 streams open: prompts of 1 token to nearly the maximum length, random
 aborts mid-stream, temperatures 0 to 1.2, stop strings, n=2, logprobs, JSON-schema output. It ends with status 1 on: an HTTP
@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pairs  # noqa: E402
 from engines import compare_outputs, environment  # noqa: E402
 
 from vllm_lilicorr.bench._server import Server, resident_bytes  # noqa: E402
@@ -178,14 +179,16 @@ def soak(target: Path, draft: Path, seconds: float, streams: int, max_len: int, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--target", type=Path, help="default, with --draft: the small pair the tests use")
+    parser.add_argument("--draft", type=Path)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--release", default="0.32")
     parser.add_argument("--log", type=Path)
     args = parser.parse_args()
+    if args.target is None or args.draft is None:
+        args.target, args.draft = pairs.cached_pair()
     try:
         report = soak(
             args.target,
