@@ -10,6 +10,7 @@ import pairs
 import pytest
 from engines import RELEASES, Run, compare_drafts, compare_outputs, run
 
+from vllm_lilicorr.bench.serve import backbone_only
 from vllm_lilicorr.model.checkpoint import load_draft
 from vllm_lilicorr.near_tie import Comparison
 from vllm_lilicorr.reference import ReferenceDecoder, acceptance_length
@@ -137,3 +138,18 @@ def test_the_heads_kernels_draft_the_same_inside_the_v2_runner(pair: tuple[Path,
     done = run(*pair, phases, runner="v2", max_num_seqs=1, max_model_len=64)
     compare_drafts(*pair, done, 0).check()
     compare_outputs(pair[0], _phases(done)).check()
+
+
+@pytest.mark.parametrize("speculation", ["none", "stock DFlash"])
+def test_vllm_without_our_drafters_is_what_it_was(pair: tuple[Path, Path], tmp_path: Path, speculation: str) -> None:
+    draft, spec = None, None
+    if speculation != "none":
+        draft, spec = backbone_only(pair[1], tmp_path / "plain"), {"method": "dflash", "num_speculative_tokens": SLOTS}
+    phases = [{"prompts": SHORT, "params": {**GREEDY, "max_tokens": 16}}]
+    ours, theirs = (
+        run(pair[0], draft, phases, speculative=spec, env={"LILICORR_DEBUG": "1", **env}) for env in ({}, {"VLLM_PLUGINS": ""})
+    )
+    assert ours.tokens(0) == theirs.tokens(0)
+    assert ours.result["metrics"] == theirs.result["metrics"]
+    assert ours.result["drafter"] == theirs.result["drafter"] == ("NoneType" if draft is None else "DFlashProposer")
+    assert not ours.trace
