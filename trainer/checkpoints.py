@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import (
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
 
 from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.io import fsync_path, write_file_atomically
 
 LATEST = "latest"
 STATE = "run.json"
+_UNIVERSAL = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+"""Without it DeepSpeed's converter to the universal format refuses the checkpoint."""
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -61,7 +68,7 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last:
                 shutil.rmtree(leftover)
         dist.barrier()
         try:
-            engine.save_checkpoint(str(folder), tag=temporary, save_latest=False)
+            engine.save_checkpoint(str(folder), tag=temporary, client_state=_UNIVERSAL, save_latest=False)
             if rank == 0:
                 (folder / temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             for file in (folder / temporary).iterdir():
