@@ -30,6 +30,9 @@ except ImportError:
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 """Whether kernels run in Triton's interpreter. Triton reads the variable when a kernel is defined, so it is read once, here."""
 
+ROWS = 32 if INTERPRETED else 1
+"""Rows a program of the row-wise kernels takes. A GPU runs one a program, all at once; the interpreter pays for every program."""
+
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Returns whether an operation on `tensor` runs as a kernel: CUDA tensors do, CPU tensors only in the interpreter.

@@ -10,34 +10,36 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+from ._triton import ROWS, cdiv, check_shape, next_power_of_2, tl, triton, use_triton
 from .rms_norm import normalized_torch
 
 
 @triton.jit
 def _anchor_operand_kernel(
-    x_ptr, offset_ptr, weight_ptr, eps, anchor_ptr, anchor_stride, out_ptr, nodes, width,
-    HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, offset_ptr, weight_ptr, eps, anchor_ptr, anchor_stride, out_ptr, nodes, rows, width,
+    HAS_OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = column < width
-    anchor = tl.load(anchor_ptr + row // nodes * anchor_stride + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    in_width = column < width
+    mask = (row < rows)[:, None] & in_width[None, :]
+    anchor_at = (row // nodes)[:, None] * anchor_stride + column[None, :]
+    anchor = tl.load(anchor_ptr + anchor_at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if HAS_OFFSET:
-        x += tl.load(offset_ptr + column, mask=mask, other=0.0)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    y = x * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    out_ptr += row * 2 * width + column
-    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + width, (y * anchor).to(out_ptr.dtype.element_ty), mask=mask)
+        x += tl.load(offset_ptr + column, mask=in_width, other=0.0)[None, :]
+    scale = tl.rsqrt(tl.sum(tl.where(mask, x * x, 0.0), axis=1) / width + eps)
+    y = x * scale[:, None] * tl.load(weight_ptr + column, mask=in_width, other=0.0).to(tl.float32)[None, :]
+    out_at = out_ptr + row[:, None] * 2 * width + column[None, :]
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_at + width, (y * anchor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _anchor_operand_triton(x, offset, weight, eps, anchor, out):
     rows, width = x.shape
     block = next_power_of_2(width)
-    _anchor_operand_kernel[(rows,)](
-        x, x if offset is None else offset, weight, eps, anchor, anchor.stride(0), out, rows // anchor.shape[0], width,
-        HAS_OFFSET=offset is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+    _anchor_operand_kernel[(cdiv(rows, ROWS),)](
+        x, x if offset is None else offset, weight, eps, anchor, anchor.stride(0), out, rows // anchor.shape[0], rows, width,
+        HAS_OFFSET=offset is not None, ROWS=ROWS, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
     )  # fmt: skip
     return out
 

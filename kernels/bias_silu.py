@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import cdiv, check_shape, tl, triton, use_triton
+from ._triton import ROWS, cdiv, check_shape, tl, triton, use_triton
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _bias_silu_kernel(x_ptr, bias_ptr, bias_stride, nodes, width, BLOCK: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    bias = tl.load(bias_ptr + row // nodes * bias_stride + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32) + bias
-    tl.store(x_ptr + row * width + column, (x * tl.sigmoid(x)).to(x_ptr.dtype.element_ty), mask=mask)
+def _bias_silu_kernel(x_ptr, bias_ptr, bias_stride, nodes, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    bias = tl.load(bias_ptr + (row // nodes)[:, None] * bias_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    at = x_ptr + row[:, None] * width + column[None, :]
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32) + bias
+    tl.store(at, (x * tl.sigmoid(x)).to(x_ptr.dtype.element_ty), mask=mask)
 
 
 def _bias_silu_triton(x, bias):
     rows, width = x.shape
     nodes = rows // bias.shape[0]
-    _bias_silu_kernel[(rows, cdiv(width, _BLOCK))](x, bias, bias.stride(0), nodes, width, BLOCK=_BLOCK, num_warps=4)
+    _bias_silu_kernel[(cdiv(rows, ROWS), cdiv(width, _BLOCK))](
+        x, bias, bias.stride(0), nodes, rows, width, ROWS=ROWS, BLOCK=_BLOCK, num_warps=4
+    )
     return x
 
 

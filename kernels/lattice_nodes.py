@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import cdiv, check_shape, next_power_of_2, tl, triton, use_triton
+from ._triton import ROWS, cdiv, check_shape, next_power_of_2, tl, triton, use_triton
 
 _BLOCK = 1024
 LAYER_NORM_EPS = 1e-5
@@ -33,58 +33,65 @@ class FeatureWeights(NamedTuple):
 def _lattice_nodes_kernel(
     ids_ptr, log_probs_ptr, embedding_ptr, embedding_stride, slot_states_ptr, slot_states_stride, positions_ptr,
     norm_weight_ptr, norm_bias_ptr, up_weight_ptr, up_bias_ptr, tokens_ptr, tokens_stride, active_ptr, active_stride, base_ptr,
-    slots, hidden, width, eps, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    nodes, slots, hidden, width, eps, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    node, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot_row, rank = node // K, node % K
+    node, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = node < nodes
+    slot_row, own_rank = node // K, (node % K)[:, None]
     dtype = base_ptr.dtype.element_ty
-    in_width = column < width
+    node_row = node.to(tl.int64)[:, None]
     # TOKENS: what becomes of E[c]. 0: nothing here, 1: to `tokens`, 2: to `base`.
     if TOKENS != 0:
-        embedding_ptr += tl.load(ids_ptr + node).to(tl.int64) * embedding_stride + column
+        token = tl.load(ids_ptr + node, mask=real, other=0).to(tl.int64)
+        embedding_ptr += token[:, None] * embedding_stride + column[None, :]
     if TOKENS == 1:
-        in_hidden = column < hidden
-        token = tl.load(embedding_ptr, mask=in_hidden, other=0.0).to(dtype)
-        tl.store(tokens_ptr + node.to(tl.int64) * tokens_stride + column, token, mask=in_hidden)
+        in_hidden = real[:, None] & (column < hidden)[None, :]
+        token_row = tl.load(embedding_ptr, mask=in_hidden, other=0.0).to(dtype)
+        tl.store(tokens_ptr + node_row * tokens_stride + column[None, :], token_row, mask=in_hidden)
     if tl.program_id(1) * BLOCK < width:
         # f = [log p, p, log p - max log p, rank / (K-1), rank == 0], rounded to the head's dtype, then LayerNorm over the five.
         ranks = tl.arange(0, K)
-        log_probs = tl.load(log_probs_ptr + slot_row * K + ranks)
-        own = tl.sum(tl.where(ranks == rank, log_probs, 0.0), axis=0)
-        f = tl.arange(0, 8)
-        features = tl.where(f == 0, own, tl.where(f == 1, tl.exp(own), own - tl.max(log_probs, axis=0)))
-        features = tl.where(f == 3, rank.to(tl.float32) / max(K - 1, 1), features)
-        features = tl.where(f == 4, tl.where(rank == 0, 1.0, 0.0), features)
+        log_probs = tl.load(log_probs_ptr + slot_row[:, None] * K + ranks[None, :], mask=real[:, None], other=0.0)
+        own = tl.sum(tl.where(ranks[None, :] == own_rank, log_probs, 0.0), axis=1)[:, None]
+        f = tl.arange(0, 8)[None, :]
+        features = tl.where(f == 0, own, tl.where(f == 1, tl.exp(own), own - tl.max(log_probs, axis=1)[:, None]))
+        features = tl.where(f == 3, own_rank.to(tl.float32) / max(K - 1, 1), features)
+        features = tl.where(f == 4, tl.where(own_rank == 0, 1.0, 0.0), features)
         features = tl.where(f < 5, features, 0.0).to(dtype).to(tl.float32)
-        mean = tl.sum(features, axis=0) / 5
-        centred = tl.where(f < 5, features - mean, 0.0)
-        scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / 5 + eps)
+        mean = tl.sum(features, axis=1) / 5
+        centred = tl.where(f < 5, features - mean[:, None], 0.0)
+        scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / 5 + eps)
         norm_weight = tl.load(norm_weight_ptr + f, mask=f < 5, other=0.0).to(tl.float32)
         norm_bias = tl.load(norm_bias_ptr + f, mask=f < 5, other=0.0).to(tl.float32)
-        features = (centred * scale * norm_weight + norm_bias).to(dtype).to(tl.float32)
+        features = (centred * scale[:, None] * norm_weight + norm_bias).to(dtype).to(tl.float32)
 
-        up = tl.load(up_bias_ptr + column, mask=in_width, other=0.0).to(tl.float32)
+        in_width = column < width
+        mask = real[:, None] & in_width[None, :]
+        up = tl.zeros([ROWS, BLOCK], tl.float32) + tl.load(up_bias_ptr + column, mask=in_width, other=0.0).to(tl.float32)[None, :]
         for i in tl.static_range(5):
-            one = tl.sum(tl.where(f == i, features, 0.0), axis=0)
-            up += one * tl.load(up_weight_ptr + i * width + column, mask=in_width, other=0.0).to(tl.float32)
-        tl.store(active_ptr + node.to(tl.int64) * active_stride + column, (up * tl.sigmoid(up)).to(dtype), mask=in_width)
+            one = tl.sum(tl.where(f == i, features, 0.0), axis=1)
+            weight = tl.load(up_weight_ptr + i * width + column, mask=in_width, other=0.0).to(tl.float32)
+            up += one[:, None] * weight[None, :]
+        tl.store(active_ptr + node_row * active_stride + column[None, :], (up * tl.sigmoid(up)).to(dtype), mask=mask)
 
-        base = tl.load(slot_states_ptr + slot_row.to(tl.int64) * slot_states_stride + column, mask=in_width, other=0.0).to(tl.float32)
-        base += tl.load(positions_ptr + ((slot_row % slots) * K + rank) * width + column, mask=in_width, other=0.0).to(tl.float32)
+        state_at = slot_states_ptr + slot_row.to(tl.int64)[:, None] * slot_states_stride + column[None, :]
+        position_at = positions_ptr + ((slot_row % slots)[:, None] * K + own_rank) * width + column[None, :]
+        base = tl.load(state_at, mask=mask, other=0.0).to(tl.float32) + tl.load(position_at, mask=mask, other=0.0).to(tl.float32)
         if TOKENS == 2:
-            base += tl.load(embedding_ptr, mask=in_width, other=0.0).to(tl.float32)
-        tl.store(base_ptr + node.to(tl.int64) * width + column, base.to(dtype), mask=in_width)
+            base += tl.load(embedding_ptr, mask=mask, other=0.0).to(tl.float32)
+        tl.store(base_ptr + node_row * width + column[None, :], base.to(dtype), mask=mask)
 
 
 def _lattice_nodes_triton(ids, log_probs, embedding, slot_states, positions, features, tokens, active, base):
     n, slots, topk = ids.shape
-    width, hidden = base.shape[1], 0 if tokens is None else tokens.shape[1]
+    nodes, width = base.shape
+    hidden = 0 if tokens is None else tokens.shape[1]
     block = min(_BLOCK, next_power_of_2(max(hidden, width)))
     table, out = base if embedding is None else embedding, base if tokens is None else tokens
-    _lattice_nodes_kernel[(n * slots * topk, cdiv(max(hidden, width), block))](
+    _lattice_nodes_kernel[(cdiv(nodes, ROWS), cdiv(max(hidden, width), block))](
         ids, log_probs, table, table.stride(0), slot_states, slot_states.stride(0), positions, *features,
-        out, out.stride(0), active, active.stride(0), base, slots, hidden, width, LAYER_NORM_EPS,
-        K=topk, TOKENS=0 if embedding is None else 2 if tokens is None else 1, BLOCK=block, num_warps=4,
+        out, out.stride(0), active, active.stride(0), base, nodes, slots, hidden, width, LAYER_NORM_EPS,
+        K=topk, TOKENS=0 if embedding is None else 2 if tokens is None else 1, ROWS=ROWS, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import check_shape, next_power_of_2, tl, triton, use_triton
+from ._triton import ROWS, cdiv, check_shape, next_power_of_2, tl, triton, use_triton
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, x_stride, offset_ptr, valid_ptr, weight_ptr, eps, out_ptr, out_stride, width,
-    HAS_OFFSET: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, offset_ptr, valid_ptr, weight_ptr, eps, out_ptr, out_stride, rows, width,
+    HAS_OFFSET: tl.constexpr, HAS_VALID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = column < width
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    in_width = column < width
+    mask = (row < rows)[:, None] & in_width[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if HAS_OFFSET:
-        x += tl.load(offset_ptr + column, mask=mask, other=0.0)
+        x += tl.load(offset_ptr + column, mask=in_width, other=0.0)[None, :]
     if HAS_VALID:
         # Selected, not multiplied: the row may hold NaN.
-        x = tl.where(tl.load(valid_ptr + row) != 0, x, 0.0)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    y = x * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        x = tl.where((tl.load(valid_ptr + row, mask=row < rows, other=0) != 0)[:, None], x, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
+    y = x * scale[:, None] * tl.load(weight_ptr + column, mask=in_width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + row[:, None] * out_stride + column[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _rms_norm_triton(x, weight, eps, offset, valid, out):
     n, width = x.shape
     block = next_power_of_2(width)
-    _rms_norm_kernel[(n,)](
-        x, x.stride(0), x if offset is None else offset, x if valid is None else valid, weight, eps, out, out.stride(0), width,
-        HAS_OFFSET=offset is not None, HAS_VALID=valid is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+    _rms_norm_kernel[(cdiv(n, ROWS),)](
+        x, x.stride(0), x if offset is None else offset, x if valid is None else valid, weight, eps, out, out.stride(0), n, width,
+        HAS_OFFSET=offset is not None, HAS_VALID=valid is not None, ROWS=ROWS, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
     )  # fmt: skip
     return out
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import cdiv, check_shape, next_power_of_2, tl, triton, use_triton
+from ._triton import INTERPRETED, cdiv, check_shape, next_power_of_2, tl, triton, use_triton
 
 NO_ID = 0x7FFFFFFF
 """The id of an entry that stands for no column; with its value -inf it loses to every real column."""
 
 # One split is GROUPS runs of GROUP neighbouring columns. A program finds every run's maximum, keeps the K best runs, and looks again
 # (in L1) only into those: per column it pays one comparison instead of one for each of the K.
-_GROUPS, _GROUP = 128, 32
-SPLIT = _GROUPS * _GROUP
+_GROUPS, _GROUP = (2048 if INTERPRETED else 128), 32  # the interpreter pays for every program
 _MAX_ROWS = 2048  # rows a launch's scratch holds
 
 
@@ -127,7 +126,7 @@ def _merge_kernel(
 
 def _splits_triton(logits: torch.Tensor, k: int, vocab_size: int, first_id: int):
     """Launches one program per (split, row); returns per-split ids and values [n, P, k] and log-sum-exps [n, P, 2]."""
-    n, parts = logits.shape[0], cdiv(vocab_size, SPLIT)
+    n, parts = logits.shape[0], cdiv(vocab_size, _GROUPS * _GROUP)
     ids = torch.empty(n, parts, k, dtype=torch.int32, device=logits.device)
     values = torch.empty(n, parts, k, dtype=torch.float32, device=logits.device)
     lse = torch.empty(n, parts, 2, dtype=torch.float32, device=logits.device)

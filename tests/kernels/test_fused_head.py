@@ -100,7 +100,7 @@ def test_scores_and_greedy_paths_are_the_references(n, block_size, topk, widths,
 def test_many_blocks_go_in_chunks(dtype, monkeypatch):
     reseed(1)
     monkeypatch.setattr(module, "_CHUNK", 2)
-    head = make_head(dtype)
+    head = make_head(dtype, num_layers=1, num_heads=1)
     check(head, build(head, max_blocks=8), 5, 5, dtype)
 
 
@@ -123,9 +123,9 @@ def test_every_rule_with_state_rows_and_without(rule, monkeypatch):
     """In chunks too: state rows, draws and tables must not be counted from a chunk's start."""
     reseed(3)
     monkeypatch.setattr(module, "_CHUNK", 2)
-    head = make_head()
-    n, slots, topk = 5, 5, 4
-    fused, inputs = build(head, max_blocks=n), Inputs(head, 5, 5, torch.float32)
+    head = make_head(block_size=4, candidate_topk=2, num_layers=1, num_heads=1)
+    n, slots, topk = 5, 3, 2
+    fused, inputs = build(head, max_blocks=n), Inputs(head, n, slots, torch.float32)
     _, _, start, pair = inputs.reference(head)
     temperature, uniforms = torch.rand(n, device=DEVICE) + 0.2, torch.rand(n, slots, device=DEVICE)
     temperature[3] = 0
@@ -203,7 +203,7 @@ def test_candidates_from_hidden_states(callable_head, monkeypatch):
 
 def test_a_block_does_not_depend_on_its_neighbours():
     reseed(6)
-    head = make_head()
+    head = make_head(num_heads=1)
     fused, inputs = build(head, max_blocks=4), Inputs(head, 4, 5, torch.float32)
     whole = inputs.propose(fused)
     scores, tokens = whole.scores.clone(), whole.tokens.clone()

@@ -19,6 +19,12 @@ LARGEST = 20_000 if MODE == "interpreter" else 262_144
 KS = st.sampled_from([1, 2, 4, 8, 16])
 
 
+@pytest.fixture(autouse=True)
+def gpu_tiles(monkeypatch):
+    """The interpreter too splits rows as a GPU does."""
+    monkeypatch.setattr(module, "_GROUPS", 128)
+
+
 def check(logits: torch.Tensor, k: int, vocab_size: int | None = None) -> None:
     n, columns = logits.shape
     out = poisoned(n, k, dtype=torch.int64), poisoned(n, k)
