@@ -1,6 +1,7 @@
 # make setup   a CPU environment in .venv with everything to serve, train, test and lint
 # make test    lint, types and all tests (does its own setup)
 # make lint    ruff and mypy
+# make soak    ten minutes of a server under load; writes docs/soak.txt
 # make clean   remove what the other targets made, downloads included
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup test lint clean
+.PHONY: setup test lint soak clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -42,6 +43,9 @@ lint: setup
 	@rm -rf build/types && mkdir -p build/types/vllm_lilicorr
 	@ln -s $(CURDIR)/vllm_lilicorr/* $(CURDIR)/kernels $(CURDIR)/trainer build/types/vllm_lilicorr/
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p vllm_lilicorr
+
+soak: setup
+	$(BIN)/python tests/serving/soak.py --seconds 600 --log docs/soak.txt
 
 clean:
 	rm -rf $(VENV) build dist models *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
