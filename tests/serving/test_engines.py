@@ -153,3 +153,11 @@ def test_vllm_without_our_drafters_is_what_it_was(pair: tuple[Path, Path], tmp_p
     assert ours.result["metrics"] == theirs.result["metrics"]
     assert ours.result["drafter"] == theirs.result["drafter"] == ("NoneType" if draft is None else "DFlashProposer")
     assert not ours.trace
+
+
+def test_structured_output_is_what_it_is_without_drafts(pair: tuple[Path, Path]) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    constrained, free = {"temperature": 0, "max_tokens": 48, "json_schema": schema}, {**GREEDY, "max_tokens": 24}
+    phases = [{"prompts": pairs.PROMPTS[:4], "params": [constrained, free, constrained, free]}]
+    drafted, plain = (run(pair[0], draft, phases, max_num_seqs=8) for draft in (pair[1], None))
+    assert drafted.tokens(0) == plain.tokens(0)

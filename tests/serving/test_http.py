@@ -70,14 +70,6 @@ def test_a_malformed_request_is_answered_and_the_engine_stays_up(server: Server,
     assert server.complete([1, 2, 3], max_tokens=4, temperature=0)["token_ids"]
 
 
-def test_structured_output_is_valid_json(server: Server) -> None:
-    for prompt in pairs.PROMPTS[:3]:
-        choice = server.complete(
-            prompt, max_tokens=64, temperature=0, structured_outputs={"json": soak.SCHEMA, "disable_any_whitespace": True}
-        )
-        assert json.loads(choice["text"]).keys() == {"ok", "level"}
-
-
 def test_a_minute_under_load_brings_no_error_and_no_other_token(pair: tuple[Path, Path], server: Server) -> None:
     tally = asyncio.run(soak.load(server, 60, 16, (256, MAX_LEN)))
     print(json.dumps(tally.finished), f"{tally.tokens} tokens")
