@@ -279,7 +279,11 @@ class CachedStates:
         path = self.folder / TAILS
         tails = json.loads(path.read_text()) if path.exists() else {}
         found = tails.get(str(index))
-        if found is None or any(len(tail) < count for tail in found) or self.meta.max_length != max_length:
+        if (
+            found is None
+            or any(len(tail) < count for tail in found)
+            or self._rows[index][2] != min(len(conversation.ids), max_length)
+        ):
             raise UserError(
                 f"{path}: has no continuation of held-out conversation {index} by {count} tokens; run trainer/cache.py again "
                 "with this configuration (finished shards are kept)"
