@@ -37,6 +37,10 @@ def parse_row(row: Any) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise BadPrompt(f"must be an object, got {type(row).__name__}")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadPrompt("holds half a surrogate pair, which is no text") from None
     if "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
@@ -69,7 +73,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     """
     path = Path(path)
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     try:
@@ -77,10 +81,14 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
                     except json.JSONDecodeError as error:
                         where = f"{path}, line {number}, column {error.colno}"
                         raise UserError(f"{where}: is not JSON ({error.msg}); mend or remove the line") from None
+                    except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
+                        raise UserError(f"{path}, line {number}: is not usable JSON ({error}); mend or remove it") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not UTF-8 text; give a JSON Lines file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON Lines file of prompts") from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', error)}); give a JSON Lines file of prompts"
+        ) from None
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Conversation]:
@@ -105,7 +113,13 @@ def render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt
         raise UserError(
             f"{tokenizer.name_or_path}: its tokenizer has no chat template; use an instruct model or add chat_template.jinja"
         )
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False, enable_thinking=False
-    )
+    try:
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False, enable_thinking=False
+        )
+    except Exception as error:  # a template is a program of its own and raises what it likes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{tokenizer.name_or_path}: its chat template refuses the conversation ({reason}); mend the template or the prompt"
+        ) from None
     return [int(i) for i in ids]

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = DraftConfig.load(folder)
     tensors = check_tensors(folder, config)
     found = describe(config)
-    if args.target:
+    if args.target is not None:
         for warning in check_fits(config, TargetShape.load(args.target), load_tokenizer(args.target)):
             print(f"warning: {warning}", file=sys.stderr)
         found["target"] = args.target
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"  {'head.' + name:<26}{entry:>15}")
         else:
             print(f"  {key:<26}{str(value):>15}")
-    if args.target:
+    if args.target is not None:
         print(f"fits {args.target}")
     return 0
 

@@ -18,6 +18,11 @@ from typing import Any, ClassVar
 from .errors import UserError, nearest
 
 MAX_TOPK = 16
+# Beyond any model: what exceeds these is a damaged file, and building it would end in a traceback or not at all.
+_LARGEST_SIZE = 2**31 - 1
+_LARGEST = {"num_hidden_layers": 4096, "num_target_layers": 4096, "block_size": 4096, "hidden_size": 2**20, "head_dim": 2**16}
+_LARGEST |= {"intermediate_size": 2**24, "vocab_size": 2**28, "num_attention_heads": 2**16, "num_key_value_heads": 2**16}
+_LARGEST_HEAD_SIZE = 2**20
 
 
 class FieldReader:
@@ -42,7 +47,10 @@ class FieldReader:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, f"must be {_KIND_NAMES[kind]}, got {json.dumps(value, default=str)}")
         if kind is float:
-            number = float(self.values[key])
+            try:
+                number = float(self.values[key])
+            except OverflowError:
+                number = math.inf
             if not math.isfinite(number):
                 raise self.error(key, f"must be a finite number, got {number}")
             return number
@@ -52,6 +60,9 @@ class FieldReader:
         value = self.get(key, kind)
         if value <= 0:
             raise self.error(key, f"must be positive, got {value}")
+        largest = _LARGEST.get(key, _LARGEST_SIZE)
+        if kind is int and value > largest:
+            raise self.error(key, f"must be at most {largest}, got {str(value)[:20]}")
         return value
 
     def section(self, key: str) -> FieldReader:
@@ -89,9 +100,7 @@ class HeadConfig:
                     raise reader.error(key, f"is no option of {cls.architecture}{nearest(key, known)}")
         for key, value in cls.flags().items():
             if reader.has(key) and reader.values[key] != value:
-                raise reader.error(
-                    key, f"is {json.dumps(reader.values[key])}, but {cls.architecture} needs {json.dumps(value)}"
-                )
+                raise reader.error(key, f"is {json.dumps(reader.values[key])}, but {cls.architecture} needs {json.dumps(value)}")
         head = cls(**{entry.name: reader.get(cls.prefix + entry.name, kinds[str(entry.type)]) for entry in fields(cls)})
         head.validate(reader)
         return head
@@ -111,10 +120,18 @@ class HeadConfig:
             value = getattr(self, entry.name)
             if not isinstance(value, bool) and (value < 0 or (value == 0 and entry.name not in self.may_be_zero())):
                 raise reader.error(self.prefix + entry.name, f"must be positive, got {value}")
+            if value > _LARGEST_HEAD_SIZE or (entry.name == "num_layers" and value > _LARGEST["num_hidden_layers"]):
+                raise reader.error(self.prefix + entry.name, f"must be at most {_LARGEST_HEAD_SIZE}, got {str(value)[:20]}")
 
     @classmethod
     def may_be_zero(cls) -> tuple[str, ...]:
         return ()
+
+
+def _check_topk_fits(head: type[HeadConfig], dflash: FieldReader, vocab_size: int) -> None:
+    for key in ("lilicorr_candidate_topk", "selector_top_k"):
+        if key.startswith(head.prefix or "-") and dflash.has(key) and dflash.get(key, int) > vocab_size:
+            raise dflash.error(key, f"must be at most vocab_size {vocab_size}, got {dflash.get(key, int)}")
 
 
 def _check_topk(reader: FieldReader, key: str, topk: int) -> None:
@@ -244,17 +261,22 @@ class ConvConfig:
 
 # Variants of the block drafter that other engines know and this backbone is not: a checkpoint that asks for one would
 # draft wrongly here without a shape to tell.
-_UNSUPPORTED_TOP = {
+_UNSUPPORTED_TOP: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
     "use_sliding_window": (False,),
     "is_causal": (False,),
     "is_neox_style": (True,),
-    "tie_word_embeddings": (False, True),
+    "partial_rotary_factor": (1, 1.0),
+    "quantization_config": (),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "torch_dtype": ("bfloat16", "float16", "float32"),
 }
 _UNSUPPORTED_DFLASH: dict[str, tuple[Any, ...]] = {
     "use_swa": (False,),
     "causal": (False,),
     "attention_sink_bias": (False,),
     "attention_value_scale": (1, 1.0),
+    "draft_vocab_size": (),
 }
 
 
@@ -310,12 +332,12 @@ class DraftConfig:
             what = "is a file, not a folder" if folder.exists() else "does not exist"
             raise UserError(f"{folder}: {what}; give the folder that holds config.json and model.safetensors")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise UserError(f"{folder}: has no config.json; give the folder of a drafter checkpoint") from None
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); mend its permissions or copy it again") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
             raise UserError(f"{path}: is not valid JSON{where}; copy the checkpoint again") from None
         return cls.from_dict(values, str(path))
@@ -342,6 +364,7 @@ class DraftConfig:
         head_dim = top.positive("head_dim")
         if head_dim % 2:
             raise top.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
+        _check_topk_fits(head_type, dflash, vocab_size)
         mask_token_id = dflash.get("mask_token_id", int)
         if not 0 <= mask_token_id < vocab_size:
             raise dflash.error("mask_token_id", f"must lie in the vocabulary 0..{vocab_size - 1}, got {mask_token_id}")
@@ -410,10 +433,18 @@ class DraftConfig:
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> tuple[int, ...]:
-    """Return the tapped decoder layers (zero-based) of an L-layer target: round(1 + i*(L-4)/(n-1)), or [L//2] for one."""
+    """Return the tapped decoder layers (zero-based) of an L-layer target: round(1 + i*(L-4)/(n-1)), or [L//2] for one.
+
+    Raises UserError where the target has too few layers for that many different ones.
+    """
     if num_taps == 1:
         return (num_target_layers // 2,)
-    return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    layers = tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    if layers[0] < 0 or any(a >= b for a, b in zip(layers, layers[1:])):
+        raise UserError(
+            f"a target of {num_target_layers} layers is too shallow for {num_taps} taps; choose target_layer_ids by hand"
+        )
+    return layers
 
 
 def _head_type(top: FieldReader) -> type[HeadConfig]:
@@ -440,6 +471,7 @@ def _head_type(top: FieldReader) -> type[HeadConfig]:
 
 
 def _refuse_variants(top: FieldReader, dflash: FieldReader) -> None:
+    top.get("model_type", str)
     for reader, variants in ((top, _UNSUPPORTED_TOP), (dflash, _UNSUPPORTED_DFLASH)):
         for key, accepted in variants.items():
             if reader.has(key) and reader.values[key] not in accepted:
@@ -485,8 +517,11 @@ def _rope_theta(top: FieldReader) -> float:
         raise top.error(
             "rope_theta", "is missing and has no default (engines would assume 1e6); write the base the drafter was trained with"
         )
-    if given[0] != given[-1]:
-        raise top.error("rope_theta", f"is {given[0]} but rope_parameters.rope_theta is {given[-1]}; make them equal")
+    if len(set(given)) > 1:
+        other = next(value for value in given if value != given[0])
+        raise top.error(
+            "rope_theta", f"is given as {given[0]} and, in rope_parameters or rope_scaling, as {other}; make them equal"
+        )
     return given[0]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -22,6 +24,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Exit with `main`'s status; a `UserError` becomes one sentence on stderr and status 1, Ctrl-C status 130."""
     try:
         status = main()
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
@@ -29,8 +32,17 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         status = 130
     except BrokenPipeError:
-        # The reader of our output (head, less) went away; that is no error of ours. Python would complain while
-        # flushing stdout at exit, so it gets nothing to flush.
-        sys.stdout = None  # type: ignore[assignment]
+        # The reader of our output (head, less) went away; that is no error of ours.
+        _drop_stdout()
         status = 0
+    except OSError as error:
+        _drop_stdout()
+        print(f"error: the output cannot be written ({error.strerror or error}); free space or redirect it", file=sys.stderr)
+        status = 1
     sys.exit(status)
+
+
+def _drop_stdout() -> None:
+    """Leave Python nothing that it could fail to flush at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import UserError
@@ -40,11 +41,15 @@ def _disk_errors_as_sentences(target: Path) -> Iterator[None]:
 def write_file_atomically(path: str | Path, data: str | bytes) -> None:
     """Write `data` to `path` so that any reader, and any crash, sees the old or the new content.
 
-    Raises UserError when the disk refuses; the old file is then untouched.
+    A link is followed; what is no regular file (a pipe, /dev/stdout) is written to directly. Raises UserError when the
+    disk refuses; the old file is then untouched.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     data = data.encode() if isinstance(data, str) else data
     with _disk_errors_as_sentences(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -61,18 +66,36 @@ def write_file_atomically(path: str | Path, data: str | bytes) -> None:
         fsync_path(path.parent)
 
 
+def check_writable_file(path: str | Path) -> None:
+    """Raise UserError now if `write_file_atomically(path)` could not succeed later: what a long command asks first."""
+    text, path = str(path), Path(os.path.realpath(path))
+    if not text or path.is_dir():
+        raise UserError(f"'{text}': is {'a folder' if text else 'no path'} where a file is to be written; name a file")
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written, {parent} does not allow it; choose another path")
+
+
 @contextlib.contextmanager
-def write_folder_atomically(path: str | Path) -> Iterator[Path]:
+def write_folder_atomically(path: str | Path, may_replace: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
     """Yield an empty folder beside `path` that takes its place when the block ends without an error.
+
+    What stands at `path` is deleted by that, so it must be an empty folder or one of which `may_replace` says that it
+    holds nothing else than an earlier result.
 
     The contents are flushed before the switch and the switch is one rename, so a kill at any moment leaves the old
     folder or the new one. Leftovers of killed writers (hidden, beside `path`) are removed by the next writer.
 
-    Raises UserError when the disk refuses or `path` is a file; the old folder is then untouched.
+    Raises UserError when the disk refuses, `path` is a file, or it holds anything else; nothing is touched then.
     """
-    path = Path(os.path.abspath(path))
+    # A link's target is replaced, not the link; and "a/.." is what it leads to.
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file where a folder is to be written; remove it or choose another path")
+    if path.is_mount() or (path.exists() and any(path.iterdir()) and not may_replace(path)):
+        raise UserError(
+            f"{path}: holds other files than an earlier result, which writing there would delete; choose an empty or new folder"
+        )
     with _disk_errors_as_sentences(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
@@ -118,7 +141,7 @@ def _switch(fresh: Path, path: Path) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    for leftover in path.parent.glob(f".{path.name}.*.*"):
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
         owner = leftover.name[len(path.name) + 2 :].split(".")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and leftover.is_dir() and not (leftover / "old").exists():
             shutil.rmtree(leftover, ignore_errors=True)

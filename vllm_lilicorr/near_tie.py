@@ -49,6 +49,8 @@ class Comparison:
     def check(self) -> None:
         """Raise AssertionError on any difference that is no near-tie, or on too many near-ties; print the tally."""
         print(self.summary())
+        if self.compared == 0:
+            raise AssertionError("nothing was compared")
         if self.differences:
             raise AssertionError("; ".join([self.summary(), *self.differences[:5]]))
         # One near-tie alone is no rate; a short comparison may hold it.

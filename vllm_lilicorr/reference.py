@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from .chat import Conversation, read_prompts, render
 from .errors import UserError, run_command
-from .io import write_file_atomically
+from .io import check_writable_file, write_file_atomically
 from .model import Draft, Proposal
 from .model.backbone import ContextKV, concat_context
 from .model.checkpoint import load_draft
@@ -63,8 +62,8 @@ def acceptance_length(accepted: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a run draws: temperature 0 is greedy. Drafting and verification have random streams of their own, so the target's
-    draws do not depend on whether or how its tokens were drafted."""
+    """How a run draws: temperature 0 is greedy. Drafting and verification have random streams of their own, so that drafting
+    never consumes the verifier's."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -221,7 +220,10 @@ class ReferenceDecoder:
         return _draw(self._probabilities(logits), self.verify_stream)
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.sampling.temperature).softmax(-1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # Relative to the maximum, so that a temperature near zero divides to 0 and -inf, never to NaN.
+        temperature = max(self.sampling.temperature, torch.finfo(wide.dtype).tiny)
+        return ((wide - wide.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
     def _verify(self, logits: Tensor, drafts: Tensor, drafting: Tensor, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
         """Return accepted [n] and tokens [n, S+1]: the accepted drafts, the target's token behind them, then filler."""
@@ -232,27 +234,28 @@ class ReferenceDecoder:
             # Accepted drafts equal the target's choices, so the choices are the output whatever was accepted.
             return matches.long().cumprod(1).sum(1), choices
         probs = self._probabilities(logits)
-        accepted = rejection_accept(probs, drafts, proposal, self.verify_stream)
+        uniforms = torch.rand(drafts.shape, generator=self.verify_stream, dtype=probs.dtype).to(probs.device)
+        accepted = rejection_accept(probs, drafts, proposal, uniforms)
         accepted = torch.where(drafting, accepted, 0)
         final = _draw(residual(probs, drafts, proposal, accepted, drafting), self.verify_stream)
         tokens = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), dim=1)
         return accepted, tokens.scatter(1, accepted[:, None], final[:, None])
 
 
-def rejection_accept(probs: Tensor, drafts: Tensor, proposal: Proposal | None, stream: torch.Generator) -> Tensor:
+def rejection_accept(probs: Tensor, drafts: Tensor, proposal: Proposal | None, uniforms: Tensor) -> Tensor:
     """Return how many leading drafts [n] the rejection test accepts (Leviathan et al., 2023; Chen et al., 2023).
 
-    probs [n, S+1, V]: the target's distributions; drafts [n, S]. Draft x of slot s is accepted with probability
-    min(1, p(x) / q(x)), q being the proposal's distribution, or a point mass where it has none.
+    probs [n, S+1, V]: the target's distributions; drafts [n, S]; uniforms [n, S] in [0, 1). Draft x of slot s is accepted
+    with probability min(1, p(x) / q(x)), q being the proposal's distribution, or a point mass where it has none.
     """
-    n, slots = drafts.shape
+    slots = drafts.shape[1]
     if slots == 0:
-        return torch.zeros(n, dtype=torch.long, device=probs.device)
+        return torch.zeros(len(drafts), dtype=torch.long, device=probs.device)
     p = probs[:, :slots].gather(-1, drafts[..., None])[..., 0]
     q = torch.ones_like(p)
     if proposal is not None and proposal.probs is not None:
         q = (proposal.probs * (proposal.candidate_ids == drafts[..., None])).sum(-1).to(p.dtype)
-    uniforms = torch.rand(n, slots, generator=stream, dtype=p.dtype).to(p.device)
+    # Strictly: a draw may be 0, and what the target gives no probability must never pass.
     return (uniforms * q < p).long().cumprod(1).sum(1)
 
 
@@ -377,13 +380,17 @@ def stop_token_ids(target: Target, tokenizer: Any) -> set[int]:
 def decode_conversation(decoder: ReferenceDecoder, tokenizer: Any, conversation: Conversation, max_tokens: int) -> Decoded:
     """Return the answers to a conversation's turns, one after another, each after the target's own earlier answers.
 
-    The answers' token ids, margins and blocks stand in one `Decoded`, in order.
+    The answers' token ids, margins and blocks stand in one `Decoded`, in order. A later turn for which the answers left no
+    room in the target's maximum length is not asked any more.
     """
     messages = list(conversation.messages)
     whole = Decoded()
     for turn in conversation.turns:
         messages.append({"role": "user", "content": turn})
-        decoded = decoder.decode([render(tokenizer, messages)], max_tokens)[0]
+        prompt = render(tokenizer, messages)
+        if whole.output_ids and len(prompt) >= decoder.target.max_positions:
+            break
+        decoded = decoder.decode([prompt], max_tokens)[0]
         whole.output_ids += decoded.output_ids
         whole.margins += decoded.margins
         whole.blocks += decoded.blocks
@@ -414,12 +421,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in ("max_tokens", "limit", "num_slots"):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= sys.maxsize:
+            parser.error(f"--{name.replace('_', '-')} must lie in 1..{sys.maxsize}, got {value}")
     if not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature must be a finite number of at least 0, got {args.temperature}")
-    if args.seed < 0:
-        parser.error(f"--seed must be at least 0, got {args.seed}")
+    if not 0 <= args.seed < 2**62:
+        parser.error(f"--seed must lie in 0..2**62-1, got {args.seed}")
     return args
 
 
@@ -428,6 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parse_arguments(argv)
     prompts = read_prompts(args.prompts, args.limit)
+    if args.json is not None:
+        check_writable_file(args.json)
     dtype = DTYPES[args.dtype]
     tokenizer = load_tokenizer(args.target)
     draft = load_draft(args.draft, dtype=dtype) if args.draft else None
@@ -441,6 +450,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     decoder = ReferenceDecoder(
         target, draft, rule, Sampling(args.temperature, args.seed), sorted(stop_token_ids(target, tokenizer)), args.num_slots
     )
+    check_lengths(prompts, tokenizer, target.max_positions, args.prompts)
     results: list[Decoded] = []
     began = time.perf_counter()
     with tqdm(prompts, unit="prompt", disable=None) as bar:
@@ -451,13 +461,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.1f} tokens/s, tau {acceptance_length(accepted):.3f}")
     seconds = time.perf_counter() - began
     report(results, seconds, rule)
-    if args.json:
+    if args.json is not None:
         lines = [
             json.dumps({"index": index, "output_ids": result.output_ids, "accepted": result.accepted})
             for index, result in enumerate(results)
         ]
-        write_file_atomically(Path(args.json), "\n".join(lines) + "\n")
+        write_file_atomically(args.json, "\n".join(lines) + "\n")
     return 0
+
+
+def check_lengths(prompts: Sequence[Conversation], tokenizer: Any, limit: int, source: str) -> None:
+    """Raise UserError, before anything is decoded, naming the first prompt that leaves the target no room for an answer."""
+    for number, conversation in enumerate(prompts, start=1):
+        messages = [*conversation.messages, {"role": "user", "content": conversation.turns[0]}]
+        length = len(render(tokenizer, messages))
+        if length >= limit:
+            raise UserError(
+                f"{source}, prompt {number}: has {length} tokens, but the target's maximum length is {limit}; "
+                "shorten or remove it"
+            )
 
 
 def report(results: Sequence[Decoded], seconds: float, rule: str) -> None:

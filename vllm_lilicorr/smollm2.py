@@ -41,12 +41,12 @@ def make(folder: str | Path) -> bool:
     folder = Path(folder)
     if is_complete(folder):
         return False
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / PROVENANCE).is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not _made_here(folder):
         raise UserError(
             f"{folder}: holds files that are not a SmolLM2 folder made by this command; choose an empty or new folder"
         )
     _require_gguf_support()
-    with gguf_file() as gguf, write_folder_atomically(folder) as fresh:
+    with gguf_file() as gguf, write_folder_atomically(folder, _made_here) as fresh:
         try:
             convert(gguf, fresh)
         except SafetensorError as error:  # how safetensors reports a full disk
@@ -55,6 +55,10 @@ def make(folder: str | Path) -> bool:
         record = {"source": REQUIREMENT, "gguf": GGUF_NAME, "gguf_sha256": GGUF_SHA256, "recipe": RECIPE}
         (fresh / PROVENANCE).write_text(json.dumps({**record, "files": digests}, indent=2) + "\n")
     return True
+
+
+def _made_here(folder: Path) -> bool:
+    return (folder / PROVENANCE).is_file()
 
 
 def is_complete(folder: Path) -> bool:

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chat import render
 from .config import DraftConfig
 from .errors import UserError
+from .hub import local_folder
 from .model import TargetVocabulary
+
+WHAT = "the target's Hugging Face folder, or its hub id (owner/name)"
+
+
+def target_folder(path: str | Path) -> Path:
+    """Return the local folder of a target; raises UserError when it is neither a folder nor to be had from the hub."""
+    return local_folder(path, WHAT)
 
 
 @dataclass(frozen=True)
@@ -30,19 +39,19 @@ class TargetShape:
     @classmethod
     def load(cls, folder: str | Path) -> TargetShape:
         """Return the shape of the target in `folder`; raises UserError naming what is missing."""
-        folder = Path(folder)
+        named, folder = folder, target_folder(folder)
         path = folder / "config.json"
-        if not folder.is_dir():
-            raise UserError(f"{folder}: is no folder; give the target's Hugging Face folder")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            values = values.get("text_config", values)
+            values = values.get("text_config") or values
             sizes = [values[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers")]
         except OSError:
-            raise UserError(f"{folder}: has no readable config.json; give the target's Hugging Face folder") from None
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{path}: is not a language model's config.json ({error})") from None
-        return cls(folder.resolve().name, *sizes)
+            raise UserError(f"{folder}: has no readable config.json; give {WHAT}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path}: is not a language model's config.json ({error}); give {WHAT}") from None
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise UserError(f"{path}: hidden_size, vocab_size and num_hidden_layers must be positive integers, got {sizes}")
+        return cls(Path(named).resolve().name if Path(named).exists() else Path(named).name, *sizes)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -61,11 +70,12 @@ def load_tokenizer(folder: str | Path) -> Any:
     """Return the tokenizer in `folder`; raises UserError when there is none."""
     from transformers import AutoTokenizer
 
+    local = target_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).exists())
+        return AutoTokenizer.from_pretrained(str(local), local_files_only=True)
     except Exception as error:  # transformers raises many unrelated kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from None
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason}); give {WHAT}") from None
 
 
 def check_fits(config: DraftConfig, target: TargetShape, tokenizer: Any | None = None) -> list[str]:
@@ -98,6 +108,9 @@ def check_fits(config: DraftConfig, target: TargetShape, tokenizer: Any | None =
     return []
 
 
+_SMALL_TALK = [{"role": role, "content": "Hello."} for role in ("user", "assistant", "user")]
+
+
 def _check_tokenizer(config: DraftConfig, target: TargetShape, tokenizer: Any) -> None:
     mask = config.mask_token_id
     if mask < len(tokenizer):
@@ -108,6 +121,11 @@ def _check_tokenizer(config: DraftConfig, target: TargetShape, tokenizer: Any) -
                 f"{config.source}: dflash_config.mask_token_id {mask} is {token!r} in {target.name}'s vocabulary, a token that "
                 "occurs in text; it must be a reserved one"
             )
+    if getattr(tokenizer, "chat_template", None) and mask in render(tokenizer, _SMALL_TALK):
+        raise UserError(
+            f"{config.source}: dflash_config.mask_token_id {mask} is {tokenizer.convert_ids_to_tokens(mask)!r}, which "
+            f"{target.name}'s chat template writes; it must be a token that no conversation holds"
+        )
     if config.tokenizer_hash is not None and config.tokenizer_hash != tokenizer_hash(tokenizer):
         raise UserError(
             f"{config.source}: the drafter was trained with another tokenizer than {target.name}'s (its recorded hash differs); "
@@ -179,15 +197,20 @@ def load_target(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    local = target_folder(folder)
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # sdpa takes the boolean masks of batched decoding as they are.
-            model = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=dtype, attn_implementation="sdpa", local_files_only=Path(folder).exists()
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(local), dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
             )
     except Exception as error:  # transformers raises many unrelated kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder}: the target cannot be loaded ({reason}); give a Hugging Face folder") from None
+    # transformers fills what a file lacks with random numbers and goes on.
+    absent = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind) or ())
+    if absent:
+        raise UserError(f"{folder}: its weights lack {absent[0]} (of {len(absent)} missing or misshapen); copy the target again")
     return Target(model.to(device), tapped_layers)

@@ -304,3 +304,45 @@ def test_check_says_in_one_sentence_what_does_not_fit(lilicorr, tiny_target):
     done = run_check(lilicorr, "--target", tiny_target)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_saving_never_deletes_what_is_no_checkpoint(lilicorr, tmp_path, monkeypatch):
+    stranger = tmp_path / "home"
+    stranger.mkdir()
+    (stranger / "thesis.txt").write_text("years of work")
+    (stranger / "inner").mkdir()
+    (lilicorr / "notes.txt").write_text("mine")
+    monkeypatch.chdir(stranger)
+    for path in (stranger, stranger / "inner" / "..", ".", lilicorr, "/"):
+        with pytest.raises(UserError, match="would delete"):
+            save_draft(make_draft(), path)
+    assert (stranger / "thesis.txt").read_text() == "years of work" and (lilicorr / "notes.txt").exists()
+    save_draft(make_draft(), stranger / "inner")  # an empty folder is fine
+    save_draft(make_draft(seed=1), stranger / "inner")  # and so is an earlier checkpoint
+    assert states_equal(load_draft(stranger / "inner"), load_draft(stranger / "inner"))
+
+
+def test_a_target_that_lacks_weights_is_refused(tiny_target):
+    from vllm_lilicorr.target import load_target
+
+    tensors = load_file(tiny_target / WEIGHTS)
+    lost = next(name for name in tensors if "q_proj" in name)
+    save_file({k: v for k, v in tensors.items() if k != lost}, tiny_target / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lack"):
+        load_target(tiny_target)
+
+
+def test_a_closed_pipe_is_no_error_and_a_full_one_is_a_sentence(lilicorr):
+    command = f"{sys.executable} -m vllm_lilicorr.check {lilicorr}"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    piped = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} | true"], capture_output=True, text=True, env=environment)
+    assert (piped.returncode, piped.stderr) == (0, "")
+    full = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True, env=environment)
+    assert full.returncode == 1 and full.stderr.startswith("error: the output cannot be written")
+    assert full.stderr.count("\n") == 1
+
+
+def test_an_empty_target_is_refused_and_a_mistyped_one_is_not_looked_up(lilicorr):
+    for target, expected in (("", "the path is empty"), ("nope", "nope: does not exist")):
+        done = run_check(lilicorr, "--target", target)
+        assert done.returncode == 1 and expected in done.stderr

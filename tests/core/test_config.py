@@ -75,6 +75,19 @@ def test_no_field_of_the_backbone_has_a_default(values, key):
         ({"hidden_size": True}, "hidden_size must be an integer"),
         ({"hidden_size": 0}, "hidden_size must be positive"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+        ({"hidden_size": 10**18}, "hidden_size must be at most"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
+        ({"dflash_config__lilicorr_num_layers": 10**9}, "lilicorr_num_layers must be at most"),
+        ({"dflash_config__lilicorr_mlp_ratio": 1e308}, "lilicorr_mlp_ratio must be at most"),
+        ({"vocab_size": 3, "dflash_config__mask_token_id": 0}, "candidate_topk must be at most vocab_size 3"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"dtype": "float8"}, "dtype"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_theta": 2.0}}, "make them equal"),
+        ({"dflash_config__draft_vocab_size": 32}, "draft_vocab_size"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"head_dim": 13}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -126,7 +139,8 @@ def test_block_size_is_read_from_either_place(values):
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):
-    for content, expected in ((None, "has no config.json"), ("{", "line 1, column 2"), ("[]", "JSON object")):
+    contents = ((None, "has no config.json"), ("{", "line 1, column 2"), ("[" * 100_000, "not valid JSON"), ("[]", "JSON object"))
+    for content, expected in contents:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(UserError, match=expected) as caught:
@@ -142,3 +156,5 @@ def test_default_taps_follow_the_layer_rule():
     assert default_target_layer_ids(36) == (1, 9, 17, 25, 33)
     assert default_target_layer_ids(30) == (1, 8, 14, 20, 27)
     assert default_target_layer_ids(36, 1) == (18,)
+    with pytest.raises(UserError, match="too shallow for 5 taps"):
+        default_target_layer_ids(4)

@@ -15,9 +15,10 @@ import torch
 from vllm_lilicorr.chat import read_prompts, render
 from vllm_lilicorr.config import LiLiCorrConfig, default_target_layer_ids
 from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.io import check_writable_file
 from vllm_lilicorr.model import Draft
 from vllm_lilicorr.near_tie import Comparison
-from vllm_lilicorr.reference import ReferenceDecoder, Sampling, acceptance_length, drafts_at
+from vllm_lilicorr.reference import ReferenceDecoder, Sampling, acceptance_length, drafts_at, rejection_accept
 from vllm_lilicorr.target import load_target, load_tokenizer
 
 from .conftest import HEADS, make_config, make_draft, make_target
@@ -256,6 +257,36 @@ def test_a_falsified_proposal_is_noticed():
     assert p < 1e-6
 
 
+def test_what_the_target_gives_no_probability_never_passes():
+    probs = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    for uniform in (0.0, 0.999):
+        assert rejection_accept(probs, torch.tensor([[0]]), None, torch.full((1, 1), uniform)).item() == 0
+        assert rejection_accept(probs, torch.tensor([[1]]), None, torch.full((1, 1), uniform)).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-6])
+def test_a_temperature_near_zero_decodes_greedily(temperature):
+    config = make_config()
+    target, draft = make_target(config), make_draft(config)
+    prompts = random_prompts(3)
+    plain = ReferenceDecoder(target).decode(prompts, 12)
+    warm = ReferenceDecoder(target, draft, "sampled", Sampling(temperature)).decode(prompts, 12)
+    compare(plain, warm, f"temperature {temperature}")
+
+
+def test_a_comparison_of_nothing_fails():
+    with pytest.raises(AssertionError, match="nothing was compared"):
+        Comparison().check()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_decoding(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, "", tmp_path / "file" / "out.jsonl"):
+        with pytest.raises(UserError):
+            check_writable_file(path)
+    check_writable_file(tmp_path / "new" / "out.jsonl")
+
+
 def test_drafting_does_not_consume_the_targets_random_stream():
     config, target = vocabulary_of_five()
     draft = make_draft(config)
@@ -297,6 +328,9 @@ def test_acceptance_length_is_block_weighted():
         ('{"messages": [{"role": "user"}]}', "line 2: every message"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: messages must hold a non-empty user turn"),
         ('{"prompt": " "}', "line 2: prompt must be"),
+        (r'{"prompt": "\ud800"}', "line 2: holds half a surrogate pair"),
+        ("[" * 100_000, "line 2: is not usable JSON"),
+        ('{"prompt": ' + "9" * 5000 + "}", "line 2: is not usable JSON"),
     ],
 )
 def test_a_bad_prompt_line_is_reported_with_its_number(tmp_path, line, expected):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config import HEAD_CONFIGS, DraftConfig
 from ..errors import UserError
+from ..hub import local_folder
 from ..io import write_folder_atomically
 from .card import model_card
 from .draft import Draft
@@ -67,18 +68,29 @@ def load_draft(
 def save_draft(draft: Draft, path: str | Path) -> None:
     """Write the drafter to folder `path` in the public format, in bf16, with its model card.
 
-    Atomic: a kill at any moment leaves the old checkpoint or the new one. Raises UserError when the disk refuses; the
-    old one is then untouched.
+    Atomic: a kill at any moment leaves the old checkpoint or the new one. Raises UserError when the disk refuses, or when
+    the folder holds anything that is no drafter checkpoint; what stands there is then untouched.
     """
     state = draft.state_dict()
     tensors = {
         published: state[ours].detach().to(device="cpu", dtype=torch.bfloat16).contiguous().clone()
         for published, ours in published_names(draft).items()
     }
-    with write_folder_atomically(path) as folder:
+    with write_folder_atomically(path, _is_checkpoint) as folder:
         _write_tensors(tensors, folder / WEIGHTS)
         (folder / "config.json").write_text(draft.config.to_json(), encoding="utf-8")
         (folder / "README.md").write_text(model_card(draft.config, count_parameters(draft)), encoding="utf-8")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether the folder holds a drafter and nothing that saving one would not write."""
+    names = {entry.name for entry in folder.iterdir()}
+    shards = {name for name in names if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)}
+    try:
+        drafter = "dflash_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+    return drafter and names - shards <= {"config.json", WEIGHTS, INDEX, "README.md"}
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -97,20 +109,7 @@ def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 def resolve_folder(path: str | Path) -> Path:
     """Return the local folder of `path`, downloading only when it is a hub id (`owner/name`) and no local path."""
-    folder = Path(path)
-    if folder.exists():
-        if not folder.is_dir():
-            raise UserError(f"{path}: is a file, not a folder; give the folder that holds config.json and {WEIGHTS}")
-        return folder
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith((".", "/")):
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "README.md"]))
-        except Exception as error:  # the hub client raises a dozen unrelated kinds
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"{path}: no such folder, and the hub does not give it ({reason}); check the name") from None
-    raise UserError(f"{path}: does not exist; give the folder that holds config.json and {WEIGHTS}")
+    return local_folder(path, f"the folder that holds config.json and {WEIGHTS}", ["*.json", "*.safetensors", "README.md"])
 
 
 def check_tensors(folder: str | Path, config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -186,7 +185,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): folder / Path(str(file)).name for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         raise UserError(f"{index}: is not a safetensors index with a weight_map; copy the checkpoint again") from None
     for file in sorted(set(files.values())):
         if not file.exists():
@@ -200,6 +199,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _opened(file: Path):  # type: ignore[no-untyped-def]  # safetensors' own context manager has no exported type
+    if not file.is_file() or not os.access(file, os.R_OK):
+        raise UserError(f"{file}: cannot be read as a file; mend its permissions or copy the checkpoint again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

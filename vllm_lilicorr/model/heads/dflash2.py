@@ -39,9 +39,7 @@ class DFlash2Head(DraftHead):
         for weight in (self.predecessor_codebook, self.successor_codebook, self.hidden_projection.weight):
             nn.init.normal_(weight, std=0.02)
 
-    def forward(
-        self, candidate_ids: Tensor, unary: Tensor, slot_hidden: Tensor, anchor_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, candidate_ids: Tensor, unary: Tensor, slot_hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (start [N, K], pair [N, S-1, K, K]) of candidate_ids [N, S, K] with logits or log-probabilities `unary`
         [N, S, K], slot states [N, S, H] and the anchors' own tokens [N], the first predecessors; in fp32 (fp64 in fp64)."""
         if unary.shape != candidate_ids.shape or slot_hidden.shape[:2] != candidate_ids.shape[:2]:
