@@ -18,4 +18,9 @@ def enable() -> None:
     from triton.backends import backends
 
     driver = types.SimpleNamespace(is_active=lambda: True)
+    # The interpreter has no external functions; vLLM's resampling kernel calls this one.
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    libdevice.log1p = lambda x: tl.log(1.0 + x)
     backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]

@@ -1,9 +1,10 @@
 """Every place where this package touches vLLM, and what each must look like.
 
 Five functions of vLLM are replaced (`REPLACED`): four by one that asks "is this a drafter of ours?" and otherwise calls the
-original, and one only where a drafter of ours runs and the original is broken. The classes we subclass are vLLM's own; the methods whose behaviour we rely on stand in `RELIED_ON`. All of them are
-checked by name and parameters, from vLLM's source and without importing it, when a drafter of ours is configured: an unknown
-vLLM is one sentence then, and never a wrong draft. Nothing is imported before vLLM itself imports it.
+original, and one only where a drafter of ours runs and the original is broken. The classes we subclass are vLLM's own; the
+methods whose behaviour we rely on stand in `RELIED_ON`. All of them are checked by name and parameters, from vLLM's source and
+without importing it, when a drafter of ours is configured: an unknown vLLM is one sentence then, and never a wrong draft.
+Nothing is imported before vLLM itself imports it.
 """
 
 from __future__ import annotations
@@ -221,11 +222,11 @@ def _replace_init_speculator(module: ModuleType) -> None:
             return build_speculator(vllm_config, device)
         return stock(vllm_config, device, *args, **kwargs)
 
-    module.init_speculator = init_speculator
+    vars(module)["init_speculator"] = init_speculator
     # Where the runner was imported first it holds the name already.
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None and getattr(runner, "init_speculator", None) is stock:
-        setattr(runner, "init_speculator", init_speculator)  # noqa: B010  a module has no such attribute to the type checker
+        vars(runner)["init_speculator"] = init_speculator
 
 
 def _register_model(module: ModuleType) -> None:

@@ -53,6 +53,8 @@ def repair_cpu_sampling() -> None:
 class LiLiCorrProposer(DFlashProposer):
     """Drafts along one path through each block's candidate lattice; `take_last_draft_probs` is that path's proposal."""
 
+    _last_draft_probs: Tensor | None
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         self.runner = runner
