@@ -163,26 +163,31 @@ def _unpack_torch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)
 
 
-def _log_sum_exp_torch(x: torch.Tensor) -> torch.Tensor:
-    """Returns the two terms of the log-sum-exp of x [n, C] over its columns, [n, 2]."""
-    top = x.amax(-1, keepdim=True).float()
-    top = torch.where(top.isinf(), 0.0, top)
-    rest = torch.sub(x, top).exp_().sum(-1, keepdim=True).log_()
-    return torch.cat((top, rest), dim=-1)
+def _survey_torch(x: torch.Tensor, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the maxima of runs of `run` columns of x [n, C], [n, ceil(C / run)], and the log-sum-exp's two terms, [n, 2]."""
+    peaks, lse = [], []
+    whole = x.shape[1] // run * run
+    for rows in x.split(1):  # a row and its exponentials stay in the cache
+        wide = rows.float()
+        parts = [wide[:, :whole].unflatten(1, (-1, run)).amax(-1)] if whole else []
+        if whole < x.shape[1]:
+            parts.append(wide[:, whole:].amax(-1, keepdim=True))
+        peak = torch.cat(parts, 1)
+        top = peak.amax(-1, keepdim=True)
+        top = torch.where(top.isinf(), 0.0, top)
+        relative = torch.sub(wide, top) if wide is rows else wide.sub_(top)
+        peaks.append(peak)
+        lse.append(torch.cat((top, relative.exp_().sum(-1, keepdim=True).log_()), 1))
+    return torch.cat(peaks), torch.cat(lse)
 
 
 def _shard_torch(logits: torch.Tensor, k: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns ids, values [n, k] and log-sum-exp [n, 2] of the shard; like the kernels, by runs of columns."""
-    x = logits[:, :vocab_size]
-    lse = torch.cat([_log_sum_exp_torch(rows) for rows in x.split(16)])  # a few rows at a time stay in cache
+    x, run = logits[:, :vocab_size], 256
+    peak, lse = _survey_torch(x, run)
     if lse.isnan().any():
         x = x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        lse = _log_sum_exp_torch(x)
-    runs, run = vocab_size // 256, 256
-    peaks = [x[:, : runs * run].unflatten(1, (runs, run)).amax(-1)] if runs else []
-    if runs * run < vocab_size:
-        peaks.append(x[:, runs * run :].amax(-1, keepdim=True))
-    peak = torch.cat(peaks, 1)
+        peak, lse = _survey_torch(x, run)
     position = torch.arange(peak.shape[1], device=x.device)
     _, chosen = _unpack_torch(_pack_torch(peak, position).topk(min(k, len(position)), dim=-1).values)
     columns = (chosen[..., None] * run + torch.arange(run, device=x.device)).flatten(1)
