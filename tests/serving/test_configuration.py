@@ -99,6 +99,9 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("missing tensor", model(_tensors(draft, root / "less", lambda t: t.pop("lilicorr.out_head.weight")))),
         ("extra tensor", model(_tensors(draft, root / "more", lambda t: t.update({"lilicorr.extra": t["norm.weight"].clone()})))),
         ("hidden head", model(_edited(draft, root / "plainhead", _plain))),
+        ("convolution", model(_edited(draft, root / "conv",
+                                      lambda v: v["dflash_config"].update(conv_kernel_size=2, conv_group_size=16)))),
+        ("domino", model(_edited(draft, root / "domino", lambda v: v.update(architectures=["DominoDraftModel"])))),
         ("missing field", model(_edited(draft, root / "field", lambda v: v["dflash_config"].pop("lilicorr_logit_scale")))),
     ]  # fmt: skip
     process = subprocess.run(
@@ -176,6 +179,8 @@ def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any])
         ("missing tensor", ["lilicorr.out_head.weight"]),
         ("extra tensor", ["lilicorr.extra"]),
         ("hidden head", ["DFlashDraftModel", "silently ignore", "LiLiCorrDraftModel"]),
+        ("convolution", ["conv_kernel_size", '"backend": "stock"']),
+        ("domino", ["DominoDraftModel", "not implemented yet"]),
         ("missing field", ["lilicorr_logit_scale", "missing"]),
     ],
 )

@@ -31,6 +31,7 @@ def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # selection (one stable sort) is paid for by the rows that have one. -inf columns tie with each other but are ties too.
     tied = ((wide >= values[..., -1:]).sum(-1) > k) | (values[..., 1:] == values[..., :-1]).any(-1)
     if tied.any():
+        values, ids = values.clone(), ids.clone()  # what topk returned belongs to the gradient
         order = wide[tied].sort(dim=-1, descending=True, stable=True)
         values[tied], ids[tied] = order.values[..., :k], order.indices[..., :k]
     return ids, values - wide.logsumexp(-1, keepdim=True)

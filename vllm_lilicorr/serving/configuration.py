@@ -229,6 +229,11 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
             f"{where}: path_rule '{rule}' picks one path and has no proposal distribution, but draft_sample_method is "
             '"probabilistic"; use path_rule "greedy" with it, or draft_sample_method "greedy"'
         )
+    if backend == "lilicorr" and draft.conv is not None:
+        raise UserError(
+            f"{draft.source}: has a convolution in its backbone (conv_kernel_size), which is not served here yet; "
+            f'{where} with "backend": "stock" leaves it to vLLM'
+        )
     if backend == "stock" and rule != "greedy":
         raise UserError(f"{where}: backend \"stock\" walks greedily only; remove path_rule '{rule}' or the backend")
 
