@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ._triton import use_triton
+from ._triton import INTERPRETED, use_triton
 from .bias_silu import bias_silu
 
 
@@ -27,7 +27,7 @@ class PackedLinear:
     """y = x W^T + b with W [out, in] and b [out] or None, for inference.
 
     `out` is a buffer for the result on CUDA, so that a captured graph allocates nothing; on the CPU it is not used. Take the returned
-    tensor in either case.
+    tensor in either case. `weight` is kept where kernels read it.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -35,6 +35,7 @@ class PackedLinear:
         self.bias = None if bias is None else bias.contiguous()
         packed = _pack(weight)
         self._packed = packed
+        self.weight = weight if packed is None or INTERPRETED else None
         self._weight = weight.t() if packed is None else None
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

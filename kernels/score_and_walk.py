@@ -33,6 +33,9 @@ class Randomness(NamedTuple):
     positions: torch.Tensor | None = None
 
 
+NO_RANDOMNESS = Randomness()
+
+
 class DraftLogits(NamedTuple):
     """A proposal table in the V2 rejection sampler's layout: table [R, S, >=V] float32, all -inf at first, and cached_ids [R, S, K] int64, zeros at
     first: the ids whose entries the last call wrote."""
@@ -296,7 +299,7 @@ def _viterbi_torch(scores: torch.Tensor, rule: str) -> torch.Tensor:
 
 
 def score_and_walk_torch(
-    out, incoming, anchor, ids, rule, sigma, eps, result, rows=None, temperature=None, random=Randomness(), tokens_out=None, draft_logits=None
+    out, incoming, anchor, ids, rule, sigma, eps, result, rows=None, temperature=None, random=NO_RANDOMNESS, tokens_out=None, draft_logits=None
 ):  # fmt: skip
     """`score_and_walk` in torch operations."""
     n, slots, topk = ids.shape
@@ -359,7 +362,7 @@ def score_and_walk(
     result: Walked | None = None,
     rows: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
-    random: Randomness = Randomness(),
+    random: Randomness = NO_RANDOMNESS,
     tokens_out: torch.Tensor | None = None,
     draft_logits: DraftLogits | None = None,
 ) -> Walked:

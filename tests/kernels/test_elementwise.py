@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
 from vllm_lilicorr.kernels.bias_silu import bias_silu
+from vllm_lilicorr.kernels.fused_linear import Norm, fused_linear
 from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
 from vllm_lilicorr.kernels.rms_norm import rms_norm
 
@@ -116,11 +117,45 @@ def test_nan_log_probabilities_stay_in_their_slot():
     assert active[[0, 1, 2, 3, 8, 9, 10, 11]].isfinite().all() and base.isfinite().all()
 
 
+@settings(max_examples=EXAMPLES)
+@given(
+    st.integers(1, 3), st.integers(1, 50), st.sampled_from([(8, 24), (130, 40), (48, 2100)]),
+    st.sampled_from(["plain", "norm", "norm silu", "add", "anchor"]), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 2**20),
+)  # fmt: skip
+def test_fused_products_are_the_products_with_their_surroundings(n, nodes, widths, kind, with_bias, dtype, seed):
+    reseed(seed)
+    in_features, out_features = widths
+    rows, fusion = n * nodes, kind == "anchor"
+    x = randn(rows, in_features + 8, dtype=dtype)[:, :in_features]
+    weight = randn(out_features, in_features * (2 if fusion else 1), dtype=dtype, scale=in_features**-0.5)
+    bias = randn(*([n, out_features] if fusion else [out_features]), dtype=dtype) if with_bias or fusion else None
+    anchor = randn(n, in_features, dtype=dtype) if fusion else None
+    norm = in_double(make_head(dtype, hidden_size=in_features, num_heads=1)).output_norm if kind[:4] == "norm" or fusion else None
+    out = randn(rows, out_features, dtype=dtype) if kind == "add" else poisoned(rows, out_features, dtype=dtype)
+
+    y = x.double() if norm is None else norm(x.double())
+    if fusion:
+        y = torch.cat((y, (y.view(n, nodes, -1) * anchor.double()[:, None]).view(rows, -1)), 1)
+    y = y @ weight.double().t()
+    if bias is not None:
+        y = (y.view(n, nodes, -1) + bias.double()[:, None]).view(rows, -1) if fusion else y + bias.double()
+    expected = F.silu(y) if "silu" in kind or fusion else y + out.double() if kind == "add" else y
+    got = fused_linear(
+        x, weight, bias, out, norm=None if norm is None else Norm(norm.weight.detach().to(dtype), norm.eps), anchor=anchor,
+        silu="silu" in kind or fusion, add=kind == "add",
+    )  # fmt: skip
+    assert got is out and error(out, expected.detach()) <= TOLERANCE[dtype]
+
+
 def test_arguments_that_do_not_fit_are_refused():
     x = torch.zeros(6, 8, device=DEVICE)
     with pytest.raises(ValueError, match=r"weight must have shape \[8\], got \[7\]"):
         rms_norm(x, torch.zeros(7, device=DEVICE), 1e-6)
     with pytest.raises(ValueError, match="contiguous rows of 4 blocks"):
         bias_silu(x, torch.zeros(4, 8, device=DEVICE))
+    with pytest.raises(ValueError, match="no equal blocks of the 4 of bias"):
+        fused_linear(x, torch.zeros(8, 8, device=DEVICE), torch.zeros(4, 8, device=DEVICE), x)
+    with pytest.raises(ValueError, match="give norm too"):
+        fused_linear(x, torch.zeros(8, 16, device=DEVICE), None, x, anchor=torch.zeros(2, 8, device=DEVICE))
     with pytest.raises(ValueError, match=r"out must have shape \[6, 16\], got \[6, 8\]"):
         anchor_operand(x, None, torch.zeros(8, device=DEVICE), 1e-6, torch.zeros(2, 8, device=DEVICE), x)

@@ -93,7 +93,22 @@ def test_scores_and_greedy_paths_are_the_references(n, block_size, topk, widths,
         dtype, hidden=hidden, block_size=block_size, candidate_topk=topk, hidden_size=width, num_heads=heads, num_layers=layers, factor_dim=24
     )
     slots = block_size - 1 if MODE != "interpreter" else min(block_size - 1, max(32 // topk, 1))
-    check(head, build(head, max_blocks=n, num_slots=slots), n, slots, dtype)
+    products = "fused" if seed % 2 else "library"
+    check(head, build(head, max_blocks=n, num_slots=slots, products=products), n, slots, dtype)
+
+
+def test_fused_products_are_used_where_asked_and_few(monkeypatch):
+    reseed(10)
+    head = make_head(torch.bfloat16)
+    calls = []
+    original = module.fused_linear
+    monkeypatch.setattr(module, "fused_linear", lambda *args, **options: calls.append(args) or original(*args, **options))
+    fused = build(head, max_blocks=2, products="fused")
+    check(head, fused, 2, 5, torch.bfloat16)
+    assert len(calls) == (9 if fused.kernels else 0)  # four a layer, and the anchor fusion
+    monkeypatch.setattr(module, "FUSED_ROWS", 39)
+    check(head, fused, 2, 5, torch.bfloat16)
+    assert len(calls) == (9 if fused.kernels else 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -249,6 +264,8 @@ def test_what_does_not_fit_is_refused():
         fused.propose(*arguments, embedding=inputs.embedding, draft_logits=torch.zeros(2, 5, VOCAB, device=DEVICE))
     with pytest.raises(ValueError, match=r"num_slots must lie in 1\.\.5"):
         build(head, max_blocks=2, num_slots=6)
+    with pytest.raises(ValueError, match="products must be 'library' or 'fused', got 'cublas'"):
+        build(head, max_blocks=2, products="cublas")
     with pytest.raises(ValueError, match="not torch.float64"):
         build(head.double(), max_blocks=2)
 

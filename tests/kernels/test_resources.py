@@ -27,6 +27,7 @@ CEILINGS = {
     "backward_key_kernel": (224, 80 * 1024),
     "bias_silu_kernel": (40, 0),
     "anchor_operand_kernel": (48, 1024),
+    "fused_linear_kernel": (255, 100 * 1024),
     "score_and_walk_kernel": (112, 24 * 1024),
 }
 FLOAT32_SPILLS = 512  # bytes a thread, of the backward only: it trains in half precision

@@ -19,7 +19,7 @@ from vllm_lilicorr.kernels.score_and_walk import (
 )
 from vllm_lilicorr.model.lattice import path_score, walk
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, MODE, TOLERANCE, error, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, EXAMPLES, TOLERANCE, error, poisoned, randn, reseed
 
 SIGMA, EPS, VOCAB = 8.0, 1e-4, 300
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 15), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([3, 24, 130]))

@@ -92,6 +92,7 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
     """Returns {operation: thunk} that launches every operation of the head on meta tensors of geometry `name` with n blocks."""
     from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
     from vllm_lilicorr.kernels.bias_silu import bias_silu
+    from vllm_lilicorr.kernels.fused_linear import Norm, fused_linear
     from vllm_lilicorr.kernels.lattice_attention import lattice_attention
     from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
     from vllm_lilicorr.kernels.rms_norm import rms_norm
@@ -120,6 +121,16 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
             out.sum().backward()
         return out
 
+    def product(kind: str) -> torch.Tensor:
+        few, mlp = min(rows, 256), int(g.width * g.mlp_ratio)
+        norm = None if kind == "add" else Norm(make(width), 1e-6)
+        out = {"norm": 3 * width, "norm SiLU": mlp}.get(kind, width)
+        if kind == "anchor":
+            row, anchor = make(1, width + g.factor_dim)[:, :width], make(1, width)
+            return fused_linear(make(few, width), make(out, 2 * width), row, make(few, out), norm=norm, anchor=anchor, silu=True)
+        x = make(few, mlp if kind == "add" else width)
+        return fused_linear(x, make(out, x.shape[1]), make(out), make(few, out), norm=norm, silu="SiLU" in kind, add=kind == "add")
+
     def walked(rule: str) -> Walked:
         return score_and_walk(
             *vectors, make(n, width + g.factor_dim)[:, width:], ids, rule, 8.0, 1e-4, Walked.empty(n, g.slots, g.topk, "meta"),
@@ -139,6 +150,7 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
         "lattice_attention_backward": lambda: attention(True),
         "bias_silu": lambda: bias_silu(stream, make(1, width)),
         "anchor_operand": lambda: anchor_operand(stream, constant, make(width), 1e-6, make(n, width), make(rows, 2 * width)),
+        **{f"fused_linear ({kind})": lambda kind=kind: product(kind) for kind in ("norm", "norm SiLU", "add", "anchor")},
         **{f"score_and_walk ({rule})": lambda rule=rule: walked(rule) for rule in RULES},
     }
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from torch import nn
 from vllm_lilicorr.kernels._triton import check_shape, use_triton
 from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
 from vllm_lilicorr.kernels.bias_silu import bias_silu
+from vllm_lilicorr.kernels.fused_linear import Norm, fused_linear
 from vllm_lilicorr.kernels.lattice_attention import lattice_attention
 from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
 from vllm_lilicorr.kernels.linear import PackedLinear
@@ -39,6 +41,9 @@ from vllm_lilicorr.kernels.rms_norm import rms_norm
 from vllm_lilicorr.kernels.score_and_walk import DraftLogits, Randomness, Walked, score_and_walk
 from vllm_lilicorr.kernels.topk_logprobs import merge_topk, topk_logprobs, topk_shard
 from vllm_lilicorr.model.heads.lilicorr import LiLiCorrHead
+
+FUSED_ROWS = 256
+"""Most nodes (N * S * K) of a call whose products are fused, where that is asked for: small tiles read operands too often beyond."""
 
 _CHUNK = 32  # blocks the tower takes at a time: enough to fill a GPU, and what bounds the workspace
 
@@ -86,6 +91,8 @@ class _Layer(NamedTuple):
     mlp_offset: torch.Tensor | None
     up: PackedLinear
     down: PackedLinear
+    out_bias: torch.Tensor
+    down_bias: torch.Tensor
 
 
 class FusedLiLiCorrHead:
@@ -95,6 +102,9 @@ class FusedLiLiCorrHead:
     max_blocks  largest N of any call (vLLM: max_num_seqs)
     num_slots   S of every call, 1 <= S <= block_size - 1 (vLLM: num_speculative_tokens); default block_size - 1
     device, dtype  where and in what the head computes (bfloat16, float16, float32); default: the module's own
+    products    "library": every matrix product is cuBLAS's. "fused": with at most FUSED_ROWS nodes in a call, the tower's are Triton's with
+                their norms and epilogues inside, 18 launches instead of 27. Which is faster is for `python -m vllm_lilicorr.bench head`
+                to say on the GPU at hand; without a GPU it changes nothing (but in the interpreter).
     """
 
     def __init__(
@@ -105,7 +115,11 @@ class FusedLiLiCorrHead:
         num_slots: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        products: str = "library",
     ) -> None:
+        if products not in ("library", "fused"):
+            raise ValueError(f"products must be 'library' or 'fused', got '{products}'")
+        self.products = products
         own = head.slot_embedding
         self.device = torch.device(own.device if device is None else device)
         self.dtype = own.dtype if dtype is None else dtype
@@ -183,6 +197,7 @@ class FusedLiLiCorrHead:
                 _Layer(
                     ours(layer.attn_norm.weight), attn_offset, linear(layer.attn.in_proj_weight, layer.attn.in_proj_bias), out,
                     ours(layer.mlp_norm.weight), mlp_offset, linear(layer.mlp.up_proj.weight, layer.mlp.up_proj.bias), down,
+                    ours(layer.attn.out_proj.bias), ours(layer.mlp.down_proj.bias),
                 )
             )  # fmt: skip
         self.output_norm, self.output_offset = ours(head.output_norm.weight), offset()
@@ -217,6 +232,8 @@ class FusedLiLiCorrHead:
         self._operand = buffer(rows, hidden + self.width) if self.node is not None else None
         self._tokens = self._operand[:, :hidden] if self._operand is not None else buffer(rows, hidden) if hidden else None
         self._active = self._operand[:, hidden:] if self._operand is not None else buffer(rows, self.width)
+        # The anchor's branch needs nothing of the tower until the end: it runs beside it.
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self.kernels:
             self._slot_states, self._context, self._anchor_state = (buffer(r, self.width) for r in (chunk * slots, chunk, chunk))
             self._anchor = buffer(chunk, self.width + self.factor_dim)
@@ -396,30 +413,67 @@ class FusedLiLiCorrHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the out and in vectors [n*S*K, 2d] of one chunk's candidates, before normalisation, and [W_a a + b, anchor_out] [n, W+d]."""
         n, slots, _ = slot_hidden.shape
-        nodes = slots * self.topk
-        rows, buffer = n * nodes, self._rows
-        context = self.context(anchor_hidden.to(self.dtype), buffer("_context", n))
-        anchor_state = rms_norm(context, self.anchor_norm, self.norm_eps, valid=anchor_valid, out=buffer("_anchor_state", n))
-        anchor = self.anchor(anchor_state, buffer("_anchor", n))
+        buffer = self._rows
+        with self._beside():
+            context = self.context(anchor_hidden.to(self.dtype), buffer("_context", n))
+            state = rms_norm(context, self.anchor_norm, self.norm_eps, valid=anchor_valid, out=buffer("_anchor_state", n))
+            anchor = self.anchor(state, buffer("_anchor", n))
 
         states = self.slot_states(slot_hidden.flatten(0, 1).to(self.dtype), buffer("_slot_states", n * slots))
         x = self._nodes(self._ids[part], self._log_probs[part], states, embedding, token_embeddings)
+        fuse = self.kernels and self.products == "fused" and len(x) <= FUSED_ROWS
+        x = (self._layers_fused if fuse else self._layers)(x, n)
+        self._join()
+        row = anchor[:, : self.width]
+        if fuse:
+            # The attention's buffer is done with, and takes the fusion.
+            norm, weight = Norm(self.output_norm, self.norm_eps), self.fusion.weight
+            g = fused_linear(x, weight, row, self._attended[: len(x)], norm=norm, anchor=state, silu=True)
+        else:
+            fused = anchor_operand(x, self.output_offset, self.output_norm, self.norm_eps, state, self._fused[: len(x)])
+            # The residual stream is done with.
+            g = bias_silu(self.fusion(fused, self._stream[: len(x)]), row)
+        return self.vectors(g, buffer("_vectors", len(x))), anchor
 
+    def _beside(self) -> AbstractContextManager[Any]:
+        """Returns a context whose work goes to a second stream on CUDA: nothing until `_join` waits for it. A capture follows."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._side)
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def _attend(self, layer: _Layer, qkv: torch.Tensor, n: int) -> torch.Tensor:
+        """Returns the attended values [n*S*K, W] of qkv [n*S*K, 3W]."""
+        out = self._rows("_attended", len(qkv))
+        q, k, v = qkv.view(n, -1, 3, self.num_heads, self.width // self.num_heads).unbind(2)
+        attended = lattice_attention(
+            q, k, v, self.relative_slot_bias, self.same_slot_bias, self.topk, None if out is None else out.view(q.shape)
+        )
+        return attended.view(len(qkv), self.width)
+
+    def _layers(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """Returns the residual stream [n*S*K, W] after the tower's layers (where kernels run, without the residual branches' biases)."""
+        rows, buffer = len(x), self._rows
         for layer in self.layers:
             y = rms_norm(x, layer.attn_norm, self.norm_eps, layer.attn_offset, out=buffer("_normed", rows))
-            qkv = layer.qkv(y, buffer("_qkv", rows)).view(n, nodes, 3, self.num_heads, -1)
-            y = buffer("_attended", rows)
-            y = lattice_attention(
-                *qkv.unbind(2), self.relative_slot_bias, self.same_slot_bias, self.topk, None if y is None else y.view_as(qkv[:, :, 0])
-            )
-            x = layer.out.add_to(x, y.flatten(0, 1).flatten(1))
+            x = layer.out.add_to(x, self._attend(layer, layer.qkv(y, buffer("_qkv", rows)), n))
             y = rms_norm(x, layer.mlp_norm, self.norm_eps, layer.mlp_offset, out=buffer("_normed", rows))
             x = layer.down.add_to(x, layer.up.silu(y, buffer("_mlp", rows)))
+        return x
 
-        fused = anchor_operand(x, self.output_offset, self.output_norm, self.norm_eps, anchor_state, self._fused[:rows])
-        # The tower's stream is done with: its buffer takes the fusion.
-        g = bias_silu(self.fusion(fused, self._stream[:rows]), anchor[:, : self.width])
-        return self.vectors(g, buffer("_vectors", rows)), anchor
+    def _layers_fused(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """Returns the residual stream after the tower's layers, with all biases, five launches a layer."""
+        qkv, mlp = self._qkv[: len(x)], self._mlp[: len(x)]
+        for layer in self.layers:
+            fused_linear(x, layer.qkv.weight, layer.qkv.bias, qkv, norm=Norm(layer.attn_norm, self.norm_eps))
+            fused_linear(self._attend(layer, qkv, n), layer.out.weight, layer.out_bias, x, add=True)
+            fused_linear(x, layer.up.weight, layer.up.bias, mlp, norm=Norm(layer.mlp_norm, self.norm_eps), silu=True)
+            fused_linear(mlp, layer.down.weight, layer.down_bias, x, add=True)
+        return x
 
     def _nodes(
         self,
