@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ class Timer:
         if self.device.type == "cuda":
             return self._graph(thunks)
         thunks[0]()
-        times = []
+        times: list[float] = []
         stop = time.perf_counter() + self.seconds
         while time.perf_counter() < stop or len(times) < 5:
             start = time.perf_counter()
@@ -175,7 +176,7 @@ class Timer:
                 thunk()
         for _ in range(3):
             graph.replay()
-        times = []
+        times: list[float] = []
         stop = time.perf_counter() + self.seconds
         while time.perf_counter() < stop or len(times) < 5:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -208,7 +209,7 @@ def measure_limits(device: torch.device, dtypes: list[str], timer: Timer) -> Lim
     for name in dtypes:
         a, b = (torch.randn(side, side, device=device).to(DTYPES[name]) for _ in range(2))
         out = torch.empty_like(a)
-        rate[name] = 2 * side**3 / (timer([lambda a=a, b=b, out=out: torch.mm(a, b, out=out)])[1] * 1e-6)
+        rate[name] = 2 * side**3 / (timer([partial(torch.mm, a, b, out=out)])[1] * 1e-6)
     return Limits(bandwidth, rate)
 
 

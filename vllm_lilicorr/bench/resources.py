@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
 
     def walked(rule: str) -> Walked:
         return score_and_walk(
-            *vectors, make(n, width + g.factor_dim)[:, width:], ids, rule, 8.0, 1e-4, Walked.empty(n, g.slots, g.topk, "meta"),
+            vectors[0], vectors[1], make(n, width + g.factor_dim)[:, width:], ids, rule, 8.0, 1e-4, Walked.empty(n, g.slots, g.topk, "meta"),
             make(n * g.slots, dtype=torch.int64)[:: g.slots], make(n, dtype=torch.float32),
             Randomness(seeds=make(n, dtype=torch.int64), positions=make(n, g.slots, dtype=torch.int64)),
             make(n, g.slots, dtype=torch.int64), DraftLogits(make(n, g.slots, g.vocab, dtype=torch.float32), ids),
@@ -150,8 +151,8 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
         "lattice_attention_backward": lambda: attention(True),
         "bias_silu": lambda: bias_silu(stream, make(1, width)),
         "anchor_operand": lambda: anchor_operand(stream, constant, make(width), 1e-6, make(n, width), make(rows, 2 * width)),
-        **{f"fused_linear ({kind})": lambda kind=kind: product(kind) for kind in ("norm", "norm SiLU", "add", "anchor")},
-        **{f"score_and_walk ({rule})": lambda rule=rule: walked(rule) for rule in RULES},
+        **{f"fused_linear ({kind})": partial(product, kind) for kind in ("norm", "norm SiLU", "add", "anchor")},
+        **{f"score_and_walk ({rule})": partial(walked, rule) for rule in RULES},
     }
 
 
@@ -208,7 +209,7 @@ def measure(target: int, dtype: str, geometry: str = "8b", n: int = 1, only: str
 
     if not HAS_TRITON or INTERPRETED:
         raise UserError("compiling kernels needs the triton package, and TRITON_INTERPRET unset")
-    found = {}
+    found: dict[str, Any] = {}
     with _compile_only(target) as compiled:
         for name, launch in launches(geometry, DTYPES[dtype], n).items():
             if only and not name.startswith(only):

@@ -385,8 +385,10 @@ class FusedLiLiCorrHead:
                 temperature_part, seeds_part = _from(temperature, start), _from(seeds, start)
             else:
                 table_part, temperature_part, seeds_part = table, temperature, seeds
+            out, incoming = vectors.split(self.factor_dim, dim=1)
             score_and_walk(
-                *vectors.split(self.factor_dim, dim=1),
+                out,
+                incoming,
                 anchor[:, self.width :],
                 self._ids[part],
                 rule,
