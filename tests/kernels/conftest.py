@@ -15,6 +15,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from vllm_lilicorr.model.heads.lilicorr import LiLiCorrHead
 
 MODE = "cuda" if torch.cuda.is_available() else "interpreter" if INTERPRETED else "torch"
 DEVICE = "cuda" if MODE == "cuda" else "cpu"
-EXAMPLES = {"cuda": 60, "torch": 25, "interpreter": 6}[MODE]
+EXAMPLES = {"cuda": 12, "torch": 25, "interpreter": 5}[MODE]  # a new shape is a new kernel to compile, or many programs to interpret
 SEED = int(os.environ.setdefault("LILICORR_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,6 +63,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
     if report.failed:
         report.sections.append(("Inputs", f"kernels ran as {MODE}; repeat with LILICORR_TEST_SEED={SEED}"))
     return report
+
+
+def examples(count: int = EXAMPLES) -> hypothesis.settings:
+    """Return the settings of a property: `count` examples, however long the first takes to compile."""
+    slow = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+    return hypothesis.settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=slow)
 
 
 def reseed(seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
@@ -14,12 +14,12 @@ from vllm_lilicorr.kernels.fused_linear import Norm, fused_linear
 from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
 from vllm_lilicorr.kernels.rms_norm import rms_norm
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, TOLERANCE, error, in_double, make_head, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, TOLERANCE, error, examples, in_double, make_head, poisoned, randn, reseed
 
 WIDTHS = st.sampled_from([8, 48, 128, 576, 1030])
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 5), WIDTHS, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**20))
 def test_rms_norm_is_the_references(n, width, dtype, with_offset, seed):
     reseed(seed)
@@ -49,7 +49,7 @@ def test_rms_norm_of_tiny_and_large_rows(scale):
     assert (got[1] == 0).all() and error(got[[0, 2]], expected[[0, 2]]) <= 1e-5
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 3), st.integers(1, 5), WIDTHS, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**20))
 def test_anchor_operand_is_the_norm_beside_its_product_with_the_anchor(n, nodes, width, dtype, with_offset, seed):
     reseed(seed)
@@ -63,7 +63,7 @@ def test_anchor_operand_is_the_norm_beside_its_product_with_the_anchor(n, nodes,
     assert error(out, torch.cat((y, product), 1)) <= TOLERANCE[dtype]
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 3), st.integers(1, 5), WIDTHS, st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_bias_silu_adds_each_blocks_row(n, nodes, width, dtype, seed):
     reseed(seed)
@@ -73,7 +73,7 @@ def test_bias_silu_adds_each_blocks_row(n, nodes, width, dtype, seed):
     assert error(x, expected) <= TOLERANCE[dtype]
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(
     st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 8]), st.sampled_from([(48, 32), (32, 48), (1500, 40), (40, 1100), (48, 48)]),
     st.sampled_from(DTYPES), st.integers(0, 2**20),
@@ -117,7 +117,7 @@ def test_nan_log_probabilities_stay_in_their_slot():
     assert active[[0, 1, 2, 3, 8, 9, 10, 11]].isfinite().all() and base.isfinite().all()
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(
     st.integers(1, 3), st.integers(1, 50), st.sampled_from([(8, 24), (130, 40), (48, 2100)]),
     st.sampled_from(["plain", "norm", "norm silu", "add", "anchor"]), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 2**20),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels.score_and_walk import RULES
@@ -12,7 +12,7 @@ from vllm_lilicorr.model import fused as module
 from vllm_lilicorr.model.fused import FusedLiLiCorrHead
 from vllm_lilicorr.model.lattice import top_candidates, walk
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, MODE, TOLERANCE, error, in_double, make_head, randn, reseed
+from .conftest import DEVICE, DTYPES, MODE, TOLERANCE, error, examples, in_double, make_head, randn, reseed
 
 VOCAB = 997
 
@@ -81,7 +81,7 @@ def check(head, fused, n, slots, dtype) -> None:
     assert torch.equal(got.tokens, got.ids.gather(-1, got.index[..., None])[..., 0])
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(
     st.integers(1, 4), st.integers(2, 16), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([(48, 32), (32, 64), (48, 48)]),
     st.sampled_from([1, 2, 4]), st.integers(0, 2), st.sampled_from(DTYPES), st.integers(0, 2**20),
@@ -233,8 +233,9 @@ def test_the_same_inputs_give_the_same_bits():
     head = make_head(torch.bfloat16)
     fused, inputs = build(head, max_blocks=3), Inputs(head, 3, 5, torch.bfloat16)
     first = inputs.propose(fused).scores.clone()
-    poison(fused)
-    assert torch.equal(first, inputs.propose(fused).scores)
+    for _ in range(100 if MODE == "cuda" else 1):
+        poison(fused)
+        assert torch.equal(first, inputs.propose(fused).scores)
 
 
 def test_the_weights_are_copied():

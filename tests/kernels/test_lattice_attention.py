@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels.lattice_attention import lattice_attention, lattice_attention_torch
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, MODE, TOLERANCE, error, in_double, make_head, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, EXAMPLES, MODE, TOLERANCE, error, examples, in_double, make_head, poisoned, randn, reseed
 
 GEOMETRIES = st.tuples(st.integers(1, 15), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]), st.sampled_from([4, 12, 16, 72]))
 
@@ -28,7 +28,7 @@ def reference(head, q, k, v, slots):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]).transpose(1, 2)
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 3), GEOMETRIES, st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_forward_is_the_references(n, geometry, dtype, seed):
     slots, topk, heads, head_dim = geometry
@@ -95,7 +95,7 @@ def test_the_same_input_gives_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@settings(max_examples=max(EXAMPLES // 2, 3))
+@examples(max(EXAMPLES // 2, 3))
 @given(st.integers(1, 2), GEOMETRIES, st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_backward_is_the_references(n, geometry, dtype, seed):
     slots, topk, heads, head_dim = geometry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels.score_and_walk import (
@@ -19,7 +19,7 @@ from vllm_lilicorr.kernels.score_and_walk import (
 )
 from vllm_lilicorr.model.lattice import path_score, walk
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, TOLERANCE, error, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, EXAMPLES, TOLERANCE, error, examples, poisoned, randn, reseed
 
 SIGMA, EPS, VOCAB = 8.0, 1e-4, 300
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 15), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([3, 24, 130]))
@@ -55,7 +55,7 @@ def as_pairs(pair_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pair_scores[:, 0, 0].double(), pair_scores[:, 1:].double()
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_scores_are_the_references(shape, dtype, seed):
     reseed(seed)
@@ -68,7 +68,7 @@ def test_scores_are_the_references(shape, dtype, seed):
     assert (got.arrivals == 0).all()
 
 
-@settings(max_examples=2 * EXAMPLES)
+@examples(2 * EXAMPLES)
 @given(SHAPES, st.sampled_from(RULES), st.booleans(), st.integers(0, 2**20))
 def test_every_rule_walks_as_the_reference(shape, rule, ties, seed):
     """On the very scores that were computed, so that a difference is the walk's; with few distinct vectors, all is ties."""
@@ -122,7 +122,7 @@ def check_outputs(got: Walked, ids: torch.Tensor, rule: str, temperature: torch.
     assert torch.equal(got.probs[~warm], F.one_hot(got.index, topk).float()[~warm])
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(SHAPES, st.sampled_from(RULES), st.integers(0, 2**20))
 def test_padded_rows_are_inert_and_the_proposal_table_holds_the_last_proposal_only(shape, rule, seed):
     reseed(seed)

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels import topk_logprobs as module
 from vllm_lilicorr.kernels.topk_logprobs import NO_ID, merge_topk, topk_logprobs, topk_shard
 from vllm_lilicorr.model.lattice import top_candidates
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, MODE, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, MODE, examples, poisoned, randn, reseed
 
 LARGEST = 20_000 if MODE == "interpreter" else 262_144
 KS = st.sampled_from([1, 2, 4, 8, 16])
@@ -35,7 +35,7 @@ def check(logits: torch.Tensor, k: int, vocab_size: int | None = None) -> None:
     torch.testing.assert_close(log_probs, reference.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 6), st.integers(17, LARGEST), KS, st.sampled_from(DTYPES), st.sampled_from([0.1, 3.0, 30.0]), st.integers(0, 2**20))
 def test_ids_and_log_probabilities_are_the_references(n, vocab, k, dtype, scale, seed):
     reseed(seed)
@@ -48,7 +48,7 @@ def test_real_vocabularies(vocab):
     check(randn(1 if MODE == "interpreter" else 15, vocab, dtype=torch.bfloat16, scale=3.0), 8)
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 4), st.integers(17, 9000), KS, st.integers(1, 4), st.integers(0, 2**20))
 def test_ties_go_to_the_lower_id(n, vocab, k, values, seed):
     """With so few distinct values nearly every choice is a tie, within a run of columns, across runs and across splits."""
@@ -125,7 +125,7 @@ def test_the_same_input_gives_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first, topk_logprobs(logits, 8), strict=True))
 
 
-@settings(max_examples=EXAMPLES)
+@examples()
 @given(st.integers(1, 4), st.lists(st.integers(3, 5000), min_size=1, max_size=4), KS, st.sampled_from([0.0, 3.0]), st.integers(0, 2**20))
 def test_merged_shards_are_the_whole(n, sizes, k, scale, seed):
     """In any order of the shards; some hold fewer columns than k, all are padded at the end, and at scale 0 all is ties."""
