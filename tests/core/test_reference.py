@@ -397,7 +397,7 @@ def decode_under_every_rule(target, tokenizer, conversations, max_tokens):
     draft = smollm2_drafter()
     for rule in RULES:
         # It is never right, so the number of its slots only sets what verification costs.
-        decoded = ReferenceDecoder(target, draft, rule, num_slots=2).decode(prompts, max_tokens)
+        decoded = ReferenceDecoder(target, draft, rule, num_slots=1).decode(prompts, max_tokens)
         compare(plain, decoded, f"random drafter, {rule}")
     often_right(draft).foresee(prompts, [decoded.output_ids for decoded in plain])
     lengths = set()
@@ -414,6 +414,7 @@ def smollm2_target(smollm2):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # minutes of fp32 arithmetic on one core; more where the other core is busy
 def test_smollm2_decodes_the_same_text_under_every_rule(smollm2_target):
     """fp32, 20 prompts, 64 new tokens."""
     conversations = [c for file in sorted(PROMPTS.glob("*.jsonl")) for c in read_prompts(file, limit=5)]
