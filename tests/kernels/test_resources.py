@@ -16,11 +16,12 @@ pytestmark = [
     pytest.mark.skipif(MODE == "interpreter", reason="this process interprets kernels"),
 ]
 
-# Half precision, the paper's geometry: (registers a thread, shared bytes a program). 255 is the hardware's most registers.
+# Half precision, the paper's geometry: (registers a thread, shared bytes a program), for Triton 3.6 to 3.9, whose register counts differ by up
+# to a factor of two. 255 is the hardware's most.
 CEILINGS = {
-    "split_kernel": (64, 1024),
+    "split_kernel": (128, 1024),
     "merge_kernel": (64, 1024),
-    "lattice_nodes_kernel": (64, 1024),
+    "lattice_nodes_kernel": (128, 1024),
     "rms_norm_kernel": (48, 1024),
     "attention_kernel": (224, 96 * 1024),
     "backward_query_kernel": (224, 80 * 1024),

@@ -121,6 +121,9 @@ def recorded() -> Iterator[list[Call]]:
         n, slots, topk = ids.shape
         return tensors(out, incoming, anchor, ids)[0], 2 * n * slots * topk * topk * out.shape[1]
 
+    def fused_product(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, **options: Any) -> tuple[int, int]:
+        return tensors(x, weight, out)[0], 2 * x.shape[0] * weight.numel()
+
     def product(linear: Any, *args: torch.Tensor | None) -> tuple[int, int]:
         x = args[-1] if args[-1] is not None and args[-1].shape[-1] == linear.in_features else args[0]
         assert x is not None
@@ -132,6 +135,7 @@ def recorded() -> Iterator[list[Call]]:
     wrap(fused_module, "lattice_nodes", "lattice_nodes", nodes)
     wrap(fused_module, "lattice_attention", "lattice_attention", attention)
     wrap(fused_module, "score_and_walk", "score_and_walk", scores)
+    wrap(fused_module, "fused_linear", "fused_linear", fused_product)
     for name in ("rms_norm", "anchor_operand", "bias_silu"):
         wrap(fused_module, name, name, tensors)
     for attribute, name in (("__call__", "linear"), ("silu", "linear_silu"), ("add_to", "linear_add")):
@@ -235,7 +239,6 @@ def measure(
     copies = 4 if device.type == "cuda" else 1
     lines: list[Line] = []
     head = make_head(g, DTYPES[dtype], device)
-    heads = [FusedLiLiCorrHead(head, max_blocks=n) for _ in range(copies)]
     inputs = Inputs(g, n, DTYPES[dtype], device)
 
     def add(what: str, thunks: list[Thunk], bytes_: int, flop: int, launches: int) -> None:
@@ -249,21 +252,42 @@ def measure(
 
         return run
 
-    recordings = []
-    for fused in heads:
-        with recorded() as calls:
-            step(fused)()
-        recordings.append(calls)
-    for index, call in enumerate(recordings[0]):
-        add(f"{index:2d} {call.name}", [calls[index].run for calls in recordings], call.bytes, call.flop, call.launches)
-    total = [sum(getattr(call, key) for call in recordings[0]) for key in ("bytes", "flop", "launches")]
-    add("whole: ours", [step(fused) for fused in heads], *total)
+    total = [0, 0, 0]
+    for products in ("library", "fused"):
+        if products == "fused" and (device.type != "cuda" or n * g.nodes > fused_module.FUSED_ROWS):
+            continue
+        heads = [FusedLiLiCorrHead(head, max_blocks=n, products=products) for _ in range(copies)]
+        recordings = []
+        for fused in heads:
+            with recorded() as calls:
+                step(fused)()
+            recordings.append(calls)
+        for index, call in enumerate(recordings[0]):
+            add(f"{index:2d} {call.name}", [calls[index].run for calls in recordings], call.bytes, call.flop, call.launches)
+        launches = sum(call.launches for call in recordings[0])
+        if products == "library":  # the least traffic and arithmetic of the head, whoever does it
+            total = [sum(call.bytes for call in recordings[0]), sum(call.flop for call in recordings[0])]
+        add(f"whole: {products} products", [step(fused) for fused in heads], *total, launches)  # type: ignore[call-arg]
+        if device.type == "cuda":
+            print(f"  {name} {dtype} N={n}, {products} products: {count_kernels(step(heads[0]))} kernels run", flush=True)
     if eager:
-        add("whole: eager", [eager_step(head, head.forward, inputs)], total[0], total[1], 0)
+        thunk = eager_step(head, head.forward, inputs)
+        add("whole: eager", [thunk], *total, 0)  # type: ignore[call-arg]
+        if device.type == "cuda":
+            print(f"  {name} {dtype} N={n}, eager: {count_kernels(thunk)} kernels run", flush=True)
     if compiled:
-        forward = torch.compile(head.forward, dynamic=False)
-        add("whole: torch.compile", [eager_step(head, forward, inputs)], total[0], total[1], 0)
+        add("whole: torch.compile", [eager_step(head, torch.compile(head.forward, dynamic=False), inputs)], *total, 0)  # type: ignore[call-arg]
     return lines
+
+
+def count_kernels(thunk: Thunk) -> int:
+    """Returns how many kernels `thunk` runs on the GPU, as its profiler saw them."""
+    thunk()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        thunk()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
 def show(lines: list[Line]) -> None:
@@ -276,10 +300,11 @@ def show(lines: list[Line]) -> None:
             f"  {line.what:<24}{line.median:>10.1f}{line.fastest:>10.1f}{line.floor:>9.1f}{ratio:>9.1f}{line.bytes / 1e6:>9.2f}"
             f"{line.flop / 1e9:>8.3f}{launches:>10}"
         )
-    by_name = {line.what: line.median for line in lines}
-    for baseline in ("whole: eager", "whole: torch.compile"):
-        if baseline in by_name:
-            print(f"  ours / {baseline.partition(': ')[2]}: {by_name['whole: ours'] / by_name[baseline]:.3f}")
+    whole = {line.what.removeprefix("whole: "): line.median for line in lines if line.what.startswith("whole: ")}
+    for products in ("library products", "fused products"):
+        for baseline in ("eager", "torch.compile"):
+            if products in whole and baseline in whole:
+                print(f"  {products} / {baseline}: {whole[products] / whole[baseline]:.3f}")
 
 
 def compare_vllm(names: list[str], dtypes: list[str], blocks: list[int], rounds: int) -> list[dict[str, Any]]:
