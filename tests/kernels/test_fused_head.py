@@ -204,6 +204,23 @@ def test_gathered_embeddings_and_sharded_vocabularies_change_nothing(widths):
     assert error(got.scores, expected[1]) <= 1e-5
 
 
+@pytest.mark.parametrize("widths", [(48, 32), (32, 32)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_embedding_projected_once_gives_the_references_scores(widths, dtype):
+    reseed(11)
+    hidden, width = widths
+    head = make_head(dtype, hidden=hidden, hidden_size=width, num_heads=1)
+    fused, inputs = build(head, max_blocks=2), Inputs(head, 2, 5, dtype)
+    fused.project_embedding(inputs.embedding)
+    _, _, start, pair = inputs.reference(head)
+    if hidden != width:
+        inputs.embedding.fill_(torch.nan)  # not read any more
+    poison(fused)
+    inputs.propose(fused)
+    scores = fused._walked.pair_scores[:2]
+    assert error(scores, torch.cat((start[:, None, None].expand(-1, 1, start.shape[1], -1), pair), 1)) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("callable_head", [False, True])
 def test_candidates_from_hidden_states(callable_head, monkeypatch):
     reseed(5)
