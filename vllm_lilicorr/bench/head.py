@@ -252,7 +252,7 @@ def measure(
 
         return run
 
-    total = [0, 0, 0]
+    total = (0, 0)
     for products in ("library", "fused"):
         if products == "fused" and (device.type != "cuda" or n * g.nodes > fused_module.FUSED_ROWS):
             continue
@@ -266,8 +266,8 @@ def measure(
             add(f"{index:2d} {call.name}", [calls[index].run for calls in recordings], call.bytes, call.flop, call.launches)
         launches = sum(call.launches for call in recordings[0])
         if products == "library":  # the least traffic and arithmetic of the head, whoever does it
-            total = [sum(call.bytes for call in recordings[0]), sum(call.flop for call in recordings[0])]
-        add(f"whole: {products} products", [step(fused) for fused in heads], *total, launches)  # type: ignore[call-arg]
+            total = sum(call.bytes for call in recordings[0]), sum(call.flop for call in recordings[0])
+        add(f"whole: {products} products", [step(fused) for fused in heads], *total, launches)
         if device.type == "cuda":
             print(f"  {name} {dtype} N={n}, {products} products: {count_kernels(step(heads[0]))} kernels run", flush=True)
         if g.width != g.hidden:
@@ -276,11 +276,11 @@ def measure(
             add(f"whole: {products}, projected", [step(fused) for fused in heads], *total, launches)
     if eager:
         thunk = eager_step(head, head.forward, inputs)
-        add("whole: eager", [thunk], *total, 0)  # type: ignore[call-arg]
+        add("whole: eager", [thunk], *total, 0)
         if device.type == "cuda":
             print(f"  {name} {dtype} N={n}, eager: {count_kernels(thunk)} kernels run", flush=True)
     if compiled:
-        add("whole: torch.compile", [eager_step(head, torch.compile(head.forward, dynamic=False), inputs)], *total, 0)  # type: ignore[call-arg]
+        add("whole: torch.compile", [eager_step(head, torch.compile(head.forward, dynamic=False), inputs)], *total, 0)
     return lines
 
 

@@ -107,6 +107,8 @@ class FusedLiLiCorrHead:
                 to say on the GPU at hand; without a GPU it changes nothing (but in the interpreter).
     """
 
+    _projected: torch.Tensor | None
+
     def __init__(
         self,
         head: LiLiCorrHead,
@@ -195,7 +197,7 @@ class FusedLiLiCorrHead:
         self.node = PackedLinear(weight, None) if self.kernels and self.projected else None
         self.node_feature = PackedLinear(weight[:, -self.width :], None)
         self.node_token = PackedLinear(weight[:, : -self.width], None) if self.projected else None
-        self._projected: torch.Tensor | None = None
+        self._projected = None
         self.features = FeatureWeights(
             ours(head.feature_norm.weight), ours(head.feature_norm.bias),
             ours(head.feature_mlp.up_proj.weight.t()), ours(head.feature_mlp.up_proj.bias),
