@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_lilicorr.config import DraftConfig, default_target_layer_ids
+from vllm_lilicorr.config import ConvConfig, DraftConfig, default_target_layer_ids
 from vllm_lilicorr.errors import UserError, nearest
 
 from .data import DataConfig
 from .evaluation import EvaluationConfig
-from .objective import OBJECTIVES, HeadSettings, ObjectiveConfig
+from .objectives import OBJECTIVES, HeadSettings, ObjectiveConfig
 from .optim import OptimizerConfig, ScheduleConfig
 from .settings import apply_overrides, digest, parse, read_yaml, require, to_dict
 
@@ -33,6 +33,9 @@ class DraftSettings:
     """The drafter's geometry. What is null is the target's: widths, heads, RoPE base, tapped layers by the usual rule.
 
     head: which head is trained; its own keys stand in the section `head.NAME`. mask_token_id: an id that no text contains.
+    block_size: the anchor and the positions behind it; dspark and domino draft that many tokens, the others one fewer.
+    conv: the grouped convolution around every sublayer (taps, channels a group); null: only where the head requires it.
+    freeze_backbone: train the head alone, on the backbone of run.warm_start.
     """
 
     head: str
@@ -46,6 +49,10 @@ class DraftSettings:
     head_dim: int | None = None
     intermediate_size: int | None = None
     max_position_embeddings: int | None = None
+    conv: bool | None = None
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    freeze_backbone: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -54,7 +61,18 @@ class DraftSettings:
             f"must be one of {', '.join(OBJECTIVES)}, got '{self.head}'{nearest(self.head, OBJECTIVES)}",
         )
         require(self.num_layers >= 1, "num_layers", f"must be at least 1, got {self.num_layers}")
-        require(self.num_taps >= 1, "num_taps", f"must be at least 1, got {self.num_taps}")
+        for name in ("num_taps", "conv_kernel_size", "conv_group_size"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require(
+            self.conv is not False or not OBJECTIVES[self.head].head_config.needs_conv,
+            "conv",
+            f"cannot be false: {self.head} has the convolution in its backbone; set it to true, or null for the head's own",
+        )
+
+    def conv_config(self) -> ConvConfig | None:
+        """Return the backbone's convolution, or None without one."""
+        wanted = OBJECTIVES[self.head].head_config.needs_conv if self.conv is None else self.conv
+        return ConvConfig(self.conv_kernel_size, self.conv_group_size) if wanted else None
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class RunConfig:
 
     max_steps: null for the paper's rule, floor(N / batch_size) * epochs. stop_after: stop cleanly after this step, with the
     schedule of max_steps. save_every, keep_last: optimizer steps between checkpoints (and how many stay). precision:
-    bf16 computes in bf16 over fp32 master weights. warm_start: a DFlash or LiLiCorr checkpoint to begin from.
+    bf16 computes in bf16 over fp32 master weights. warm_start: a checkpoint to begin from, with any head.
     """
 
     output: str
@@ -116,6 +134,17 @@ class TrainConfig:
     evaluation: EvaluationConfig
     run: RunConfig
     deepspeed: DeepSpeedConfig
+
+    def __post_init__(self) -> None:
+        head = getattr(self.head, self.draft.head)
+        OBJECTIVES[self.draft.head].check(self.objective, head)
+        frozen, field = self.draft.freeze_backbone, "draft.freeze_backbone"
+        require(not frozen or self.draft.head != "dflash", field, "leaves dflash nothing to train; set it to false")
+        require(
+            not frozen or self.run.warm_start is not None,
+            field,
+            "would keep the backbone at random weights; give run.warm_start a checkpoint",
+        )
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
@@ -187,10 +216,17 @@ class TrainConfig:
             mask_token_id=draft.mask_token_id,
             target_layer_ids=draft.target_layer_ids or default_target_layer_ids(layers, draft.num_taps),
             head=head,
+            conv=draft.conv_config(),
             target_name=target_name,
             tokenizer_hash=tokenizer_hash,
         )
         return DraftConfig.from_dict(config.to_dict(), "the configuration's sections draft and head")
+
+
+def completed(resolved: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a resolved configuration that an earlier version wrote, with the keys it did not know at their defaults."""
+    sections = {name: section for name, section in resolved.items() if name != "deepspeed_json"}
+    return to_dict(parse(TrainConfig, sections, source)) | {"deepspeed_json": resolved["deepspeed_json"]}
 
 
 def identity(resolved: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +236,9 @@ def identity(resolved: dict[str, Any]) -> dict[str, Any]:
         "deepspeed": ("config", "universal"),
     }
     kept = {name: section for name, section in resolved.items() if name != "evaluation"}
+    others = OBJECTIVES.keys() - {kept["draft"]["head"]}
+    for name in ("head", "objective"):
+        kept[name] = {key: value for key, value in kept[name].items() if key not in others}
     for name, keys in passing.items():
         kept[name] = {key: value for key, value in kept[name].items() if key not in keys}
     return kept

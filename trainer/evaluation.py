@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .corpus import Conversation, Corpus
 from .data import Anchors, collate
-from .objective import Objective
+from .objectives import Objective
 from .settings import require
 from .states import StateSource
 
@@ -82,7 +82,8 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, objective: Objective, device: torch.device, everything: bool) -> dict[str, Acceptance]:
-        """Return the acceptance of every decode rule, and of `coverage`: the path that follows the candidates' best.
+        """Return the acceptance of every decode rule and, for rules that choose among candidates, of `coverage`: the path
+        that follows the candidates' best.
 
         All ranks must call it together; each gets the sums over all of them.
         """
@@ -143,11 +144,13 @@ class Evaluator:
         blocks = replace(blocks, labels=truth)
         drafted, oracle = objective.drafts(blocks)
         lengths = {rule: (tokens == truth).int().cumprod(-1).sum(-1) for rule, tokens in drafted.items()}
-        return {rule: values.cpu().numpy() for rule, values in (lengths | {"coverage": oracle}).items()}
+        if oracle is not None:
+            lengths["coverage"] = oracle
+        return {rule: values.cpu().numpy() for rule, values in lengths.items()}
 
 
 def _sum_over_ranks(sums: dict[str, list[int]], objective: Objective, device: torch.device, world: int) -> dict[str, Acceptance]:
-    rules = [*objective.rules, "coverage"]
+    rules = [*objective.rules, *(["coverage"] if objective.bounded else [])]
     table = torch.tensor([sums.get(rule, [0, 0]) for rule in rules], dtype=torch.long, device=device)
     if world > 1:
         dist.all_reduce(table)

@@ -40,8 +40,12 @@ def export_checkpoint(folder: Path, name: str, out: Path) -> None:
     """Write checkpoint `name` of `folder` to `out`, its weights taken from the fp32 master copy."""
     described = json.loads((folder.parent / "draft.json").read_text(encoding="utf-8"))
     draft = Draft(DraftConfig.from_dict(described, str(folder.parent / "draft.json")))
+    needed = {PREFIX + key for key in draft.state_dict()}
     state = _master_weights(folder, name)
-    draft.load_state_dict({key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)})
+    if needed - state.keys():
+        # What is not trained has no master copy and stands in the module's own weights.
+        state = _module_weights(folder, name) | state
+    draft.load_state_dict({key.removeprefix(PREFIX): value for key, value in state.items() if key in needed})
     save_draft(draft, out)
 
 
@@ -51,6 +55,10 @@ def _master_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=name)
     # Stage 0 keeps no partitions: the module's own weights are the master copy rounded as the export rounds them.
+    return _module_weights(folder, name)
+
+
+def _module_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return torch.load(folder / name / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
 
 

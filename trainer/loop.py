@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ from vllm_lilicorr.model import Draft
 from vllm_lilicorr.target import load_target
 
 from . import checkpoints
-from .config import TrainConfig, identity
+from .config import TrainConfig, completed, identity
 from .corpus import Corpus, Origin
 from .data import Batch, Schedule, collate, draw_anchors, split
 from .evaluation import Evaluator
 from .export import export_engine
 from .metrics import MetricsLog, peak_memory_bytes
-from .objective import OBJECTIVES, Objective, Terms
+from .objectives import OBJECTIVES, Objective, Terms
 from .optim import build_optimizer, learning_rate
-from .settings import to_yaml
+from .settings import digest, to_yaml
 from .states import CachedStates, OnlineStates, StateSource, load_vocabulary, read_target_config
 from .vocabulary import SampledVocabulary
 from .warmstart import warm_start
@@ -149,13 +150,18 @@ class Trainer:
         config = self.config.draft_config(
             read_target_config(self.config.target.path), self.origin.target_name, self.origin.tokenizer_hash
         )
-        # Backbone before head: arms with different heads start from the same backbone.
+        # Backbone before head: arms with different heads start from the same backbone, and so do arms with a convolution,
+        # which is the identity at first and must not shift the draws of what follows it.
         torch.manual_seed(run.seed)
-        draft = Draft(config)
+        draft = Draft(replace(config, conv=None))
+        if config.conv is not None:
+            plain, draft = draft.state_dict(), Draft(config)
+            draft.load_state_dict(plain, strict=False)
         if run.warm_start:
             parts = warm_start(draft, run.warm_start)
             if self.rank == 0:
                 print(f"warm start from {run.warm_start}: {' and '.join(parts)}")
+        draft.backbone.requires_grad_(not self.config.draft.freeze_backbone)
         if run.activation_checkpointing:
             for layer in (*draft.backbone.layers, *getattr(draft.head, "layers", ())):
                 layer.forward = _recomputed(layer.forward)
@@ -177,11 +183,11 @@ class Trainer:
         sampled = None
         if config.objective.train_vocab is not None:
             sampled = SampledVocabulary(self._corpus_tokens(train), target.lm_head, config.objective.train_vocab, config.run.seed)
-        objective = OBJECTIVES[config.draft.head](self.draft, config.objective, target, sampled)
+        objective = OBJECTIVES[config.draft.head](self.draft, config.objective, target, sampled, self.max_steps)
         settings = _deepspeed_settings(config, self.accumulation, self.world)
         engine, *_ = deepspeed.initialize(
             model=objective,
-            optimizer=build_optimizer(objective.parameters(), config.optimizer, settings),
+            optimizer=build_optimizer((p for p in objective.parameters() if p.requires_grad), config.optimizer, settings),
             config=settings,
         )
         # DeepSpeed checks gradients for overflow in half precision only; a NaN is as fatal in fp32.
@@ -191,6 +197,9 @@ class Trainer:
             # DeepSpeed allocates this optimizer's moments by a step on zero gradients, which Adam's bias correction would
             # count as the first one.
             engine.basic_optimizer.state.clear()
+        if engine.zero_optimization_stage() == 3:
+            for parameter in objective.outside_parameters():
+                deepspeed.zero.register_external_parameter(objective, parameter)
         engine.train()
         return objective, engine
 
@@ -217,8 +226,9 @@ class Trainer:
         return saved["step"]
 
     def _check_resumable(self, path: Path, saved: dict[str, Any]) -> None:
-        if saved["config_hash"] != self.config.hash():
-            differing = _differences(identity(saved["config"]), identity(self.config.resolved()))
+        there = identity(completed(saved["config"], str(path)))
+        if digest(there) != self.config.hash():
+            differing = _differences(there, identity(self.config.resolved()))
             raise UserError(
                 f"{path}: belongs to another configuration ({'; '.join(differing[:4])}); give those values "
                 "back, or another run.output"
@@ -274,13 +284,12 @@ class Trainer:
 
     def _check_identity(self, values: dict[str, float]) -> None:
         """The loss that is differentiated is the sum of the terms that are logged."""
-        objective = self.config.objective
-        total = values["dflash"] + objective.gamma * (values.get("ce", 0.0) + objective.lambd * values.get("dist", 0.0))
+        total = sum(weight * values[name] for name, weight in self.objective.weights(self.step).items())
         if math.isfinite(total) and abs(total - values["loss"]) > 1e-4 * max(1.0, abs(total)):
             raise RuntimeError(f"the loss {values['loss']} is not the sum of its terms {total}")
 
     def _require_finite(self, values: dict[str, float], batch: Batch) -> None:
-        bad = [name for name in ("dflash", "ce", "dist", "loss") if not math.isfinite(values.get(name, 0.0))]
+        bad = [name for name in (*self.objective.weights(self.step), "loss") if not math.isfinite(values[name])]
         if bad:
             self._nonfinite(f"loss term {bad[0]} is {values[bad[0]]}", batch)
 

@@ -12,7 +12,10 @@ import torch
 from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.io import write_file_atomically
 
-SHOWN = ("loss", "dflash", "ce", "dist", "oracle_prefix", "selected_prefix", "top1_prefix")
+SHOWN = (
+    "loss", "dflash", "ce", "dist", "selector", "l1", "confidence", "base", "corrected", "oracle_prefix", "selected_prefix",
+    "top1_prefix",
+)  # fmt: skip
 
 
 class MetricsLog:

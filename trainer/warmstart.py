@@ -1,4 +1,4 @@
-"""Begin from a published checkpoint: any DFlash one (the head is then new), or one with the same head."""
+"""Begin from a published checkpoint: one with the same head, or with any other (the head is then new)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_lilicorr.model.checkpoint import load_draft, resolve_folder
 GEOMETRY = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "rms_norm_eps", "rope_theta", "attention_bias", "block_size", "num_target_layers", "mask_token_id",
-    "target_layer_ids", "conv",
+    "target_layer_ids",
 )  # fmt: skip
 
 
@@ -29,6 +29,8 @@ def warm_start(draft: Draft, path: str) -> list[str]:
         for name in GEOMETRY
         if getattr(theirs, name) != getattr(ours, name)
     ]
+    if theirs.conv not in (None, ours.conv):
+        differing.append(f"conv ({theirs.conv}, this run {ours.conv})")
     same_head = type(theirs.head) is type(ours.head)
     if same_head and theirs.head != ours.head:
         differing += [
@@ -41,7 +43,8 @@ def warm_start(draft: Draft, path: str) -> list[str]:
             f"run.warm_start: {folder} has another geometry in {', '.join(differing)}; make draft and head agree with it"
         )
     loaded = load_draft(folder, dtype=torch.float32, config=theirs)
-    draft.backbone.load_state_dict(loaded.backbone.state_dict())
+    # A convolution that the checkpoint has not starts as the identity.
+    draft.backbone.load_state_dict(loaded.backbone.state_dict(), strict=theirs.conv == ours.conv)
     if not same_head:
         return ["backbone"]
     draft.head.load_state_dict(loaded.head.state_dict())

@@ -121,7 +121,10 @@ def settings(target: Path, corpus: Path, output: Path, **sections: dict[str, Any
             "lilicorr": {
                 "candidate_topk": 4, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "factor_dim": 8,
                 "vector_eps": 1e-4, "logit_scale": 8.0,
-            }
+            },
+            "dflash2": {"rank": 8, "top_k": 4},
+            "dspark": {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True},
+            "domino": {"gru_hidden_dim": 12, "emb_dim": 8, "pure_draft_prefix_len": 1},
         },
         "optimizer": {"lr": 3e-3},
         "run": {

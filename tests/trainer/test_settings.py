@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from vllm_lilicorr.config import LiLiCorrConfig
+from vllm_lilicorr.config import ConvConfig, DFlash2Config, DominoConfig, DSparkConfig, LiLiCorrConfig
 from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.trainer.config import TrainConfig
 from vllm_lilicorr.trainer.data import Schedule
@@ -37,6 +37,56 @@ def test_the_shipped_recipe_has_every_number_of_the_papers_table(name):
     assert draft.target_layer_ids == (1, 9, 17, 25, 33) and draft.rope_theta == 1e6 and draft.head_dim == 128
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-4b"])
+def test_the_shipped_recipe_has_the_comparators_sizes(name):
+    config = TrainConfig.load(ROOT / f"configs/{name}.yaml")
+    assert config.head.dflash2 == DFlash2Config(256, 16)
+    assert config.head.dspark == DSparkConfig(256, True, True)
+    assert config.head.domino == DominoConfig(1024, 256, 1)
+    loss = config.objective.dspark
+    assert (loss.ce, loss.l1, loss.beta) == (0.1, 0.9, 4.0)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "smollm2-135m"])
+@pytest.mark.parametrize(
+    ("overrides", "architecture", "slots"),
+    [
+        (["draft.head=dflash"], "DFlashDraftModel", 15),
+        (["draft.head=dflash2"], "DFlash2DraftModel", 15),
+        (["draft.head=dspark", "draft.block_size=15"], "Qwen3DSparkModel", 15),
+        (["draft.head=domino", "draft.block_size=15"], "DominoDraftModel", 15),
+        (["draft.conv=true"], "LiLiCorrDraftModel", 15),
+    ],
+)
+def test_one_file_describes_all_arms(name, overrides, architecture, slots):
+    draft = TrainConfig.load(ROOT / f"configs/{name}.yaml", ["draft.block_size=16", *overrides]).draft_config(QWEN3_8B, "x", "y")
+    assert (draft.architecture, draft.num_slots) == (architecture, slots)
+    convolved = architecture == "DFlash2DraftModel" or overrides == ["draft.conv=true"]
+    assert draft.conv == (ConvConfig(2, 16) if convolved else None)
+
+
+def test_a_convolution_that_does_not_divide_the_width_is_a_sentence():
+    config = TrainConfig.load(ROOT / "configs/qwen3-8b.yaml", ["draft.conv=true", "draft.conv_group_size=24"])
+    with pytest.raises(UserError, match=r"conv_group_size must divide hidden_size 4096, got 24"):
+        config.draft_config(QWEN3_8B, "x", "y")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.lambd=0"],
+        ["objective.gamma=1.0"],
+        ["head.lilicorr.candidate_topk=16"],
+        ["head.lilicorr.num_layers=0"],
+        ["draft.freeze_backbone=true", "run.warm_start=somewhere"],
+    ],
+)
+def test_every_ablation_is_a_configuration(overrides):
+    config = TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", overrides)
+    assert config.hash() != TrainConfig.load(ROOT / "configs/smollm2-135m.yaml").hash()
+    config.draft_config(QWEN3_8B, "x", "y")
+
+
 @pytest.mark.parametrize(("conversations", "steps"), [(1_397_048, 130_968), (1_396_889, 130_956)])
 def test_the_step_count_follows_the_papers_rule(conversations, steps):
     assert Schedule(np.arange(conversations), 64, seed=0).steps_per_epoch * 6 == steps
@@ -62,6 +112,19 @@ def test_every_zero_stage_has_its_file():
         (["run.seed"], r"override 'run\.seed': must have the form key\.sub=value"),
         (["run.seed.x=1"], r"run\.seed is a value, not a section"),
         (["schedule.warmup=1.5"], r"schedule\.warmup is a share"),
+        (["objective.loss=common"], r"objective\.loss is 'common', but this head has only own; set it to own"),
+        (["objective.dspark.beta=0"], r"objective\.dspark\.beta must be positive"),
+        (["objective.domino.base_until=0"], r"objective\.domino\.base_until must lie in \(0, 1\], or null"),
+        (["objective.dspark.confidense=1"], r"objective\.dspark\.confidense is no known key; did you mean 'confidence'"),
+        (["draft.head=domino", "objective.loss=common"], r"objective\.head_anchors would leave the other anchors"),
+        (
+            ["draft.head=dspark", "objective.loss=common", "head.dspark.enable_confidence_head=false"],
+            r"objective\.head_anchors limits DSpark's L1 and confidence losses, and this run has neither; set it to null",
+        ),
+        (["draft.head=dflash2", "draft.conv=false"], r"draft\.conv cannot be false: dflash2 has the convolution"),
+        (["draft.conv_group_size=0"], r"draft\.conv_group_size must be at least 1"),
+        (["draft.freeze_backbone=true"], r"draft\.freeze_backbone would keep the backbone at random weights; give"),
+        (["draft.freeze_backbone=true", "draft.head=dflash"], r"draft\.freeze_backbone leaves dflash nothing to train"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_sentence_that_names_it(overrides, sentence):

@@ -16,7 +16,7 @@ from vllm_lilicorr.trainer import states as states_module
 from vllm_lilicorr.trainer.config import TrainConfig
 from vllm_lilicorr.trainer.corpus import Corpus, Origin
 from vllm_lilicorr.trainer.data import collate, draw_anchors
-from vllm_lilicorr.trainer.objective import OBJECTIVES, ObjectiveConfig
+from vllm_lilicorr.trainer.objectives import OBJECTIVES, ObjectiveConfig
 from vllm_lilicorr.trainer.states import CachedStates, OnlineStates, load_vocabulary, read_target_config
 
 

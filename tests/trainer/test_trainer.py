@@ -232,16 +232,134 @@ def test_activation_checkpointing_and_accumulation_change_no_loss(make, tmp_path
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_arms_start_from_the_same_backbone_and_see_the_same_data(make, tmp_path):
+@pytest.mark.parametrize("head", ["dflash", "dflash2", "dspark", "domino"])
+def test_arms_start_from_the_same_backbone_and_see_the_same_data(make, tmp_path, head):
     lilicorr = make(f"run.output={tmp_path}/a")
-    dflash = make(f"run.output={tmp_path}/b", "draft.head=dflash")
-    for (name, a), (_, b) in zip(
-        lilicorr.draft.backbone.named_parameters(), dflash.draft.backbone.named_parameters(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    dflash = make(f"run.output={tmp_path}/b", *arm(head))
+    theirs = dflash.draft.backbone.state_dict()
+    for name, tensor in lilicorr.draft.backbone.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
     epoch, conversations = lilicorr.schedule.batch(3)
     ours, theirs = lilicorr._batch(epoch, conversations, 0), dflash._batch(*dflash.schedule.batch(3), 0)
     assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.anchors, theirs.anchors)
+
+
+ARMS = {
+    "lilicorr": [],
+    "dflash": [],
+    "dflash2": [],
+    "dspark": ["draft.block_size=4"],
+    "domino": ["draft.block_size=4"],
+    "lilicorr+conv": ["draft.conv=true"],
+}
+
+
+def arm(name: str) -> list[str]:
+    return [f"draft.head={name.partition('+')[0]}", *ARMS[name]]
+
+
+@pytest.mark.parametrize("name", list(ARMS))
+def test_every_arm_trains_resumes_evaluates_and_exports(make, name, tiny_target, capsys):
+    options = [*arm(name), "run.max_steps=4", "objective.train_vocab=32", "objective.head_anchors=4"]
+    run(make(*options, "run.stop_after=2"))
+    run(make(*options))
+    steps = [record for record in records(make.output) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    with make(*options) as trainer:
+        assert trainer.step == 4 and trainer.draft.config.num_slots == 4
+        for record in steps:
+            terms = trainer.objective.weights(record["step"] - 1)
+            assert record["loss"] == pytest.approx(sum(w * record[term] for term, w in terms.items()), rel=1e-4)
+        evaluated = [record for record in records(make.output) if "tau_argmax" in record][-1]
+        assert {f"tau_{rule}" for rule in trainer.objective.rules} <= evaluated.keys()
+        assert ("tau_coverage" in evaluated) == trainer.objective.bounded
+        for name_, parameter in trainer.draft.named_parameters():
+            assert parameter.isfinite().all(), name_
+
+    from vllm_lilicorr import check
+
+    assert check.main([str(make.output / "export"), "--target", str(tiny_target)]) == 0
+    exported = load_draft(make.output / "export").state_dict()
+    export_command.main(["--run", str(make.output), "--out", str(make.output / "again")])
+    for tensor_name, tensor in load_draft(make.output / "again").state_dict().items():
+        assert torch.equal(tensor, exported[tensor_name]), tensor_name
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "domino"])
+def test_warm_start_takes_backbone_and_head_of_the_same_kind(make, name, tmp_path):
+    run(make(*arm(name), "run.max_steps=1", f"run.output={tmp_path}/first"))
+    first = load_draft(tmp_path / "first/export", dtype=torch.float32).state_dict()
+    with make(*arm(name), f"run.warm_start={tmp_path}/first/export") as again:
+        for tensor_name, tensor in again.draft.state_dict().items():
+            assert torch.equal(tensor.float(), first[tensor_name]), tensor_name
+
+
+def test_a_fresh_convolution_changes_nothing_at_step_zero(make, tmp_path):
+    """LiLiCorr + conv begins at exactly the plain drafter: the same weights elsewhere, the same losses, the same drafts."""
+    outcomes = []
+    for conv in ("null", "true"):
+        trainer = make(f"draft.conv={conv}", f"run.output={tmp_path}/{conv}")
+        batch = trainer._batch(*trainer.schedule.batch(0), 0)
+        loss, sums = trainer.objective(batch)
+        drafts, oracle = trainer.objective.drafts(trainer.objective.draft_blocks(batch))
+        outcomes.append((trainer.draft, [loss, oracle, *drafts.values(), *(value for pair in sums.values() for value in pair)]))
+    (plain, expected), (convolved, found) = outcomes
+    assert convolved.config.conv is not None and plain.config.conv is None
+    theirs = convolved.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in plain.state_dict().items())
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    loss = found[0]
+    loss.backward()
+    projections = {name: p for name, p in convolved.named_parameters() if "kernel_projection" in name}
+    assert len(projections) == 2 and all(not p.any() and p.grad.any() for p in projections.values()), "zero, and it learns"
+
+
+def test_a_convolution_that_a_checkpoint_lacks_starts_as_the_identity(make, tmp_path):
+    run(make("run.max_steps=1", f"run.output={tmp_path}/plain"))
+    with make(f"run.warm_start={tmp_path}/plain/export", f"run.output={tmp_path}/conv", "draft.conv=true") as warm:
+        state = warm.draft.state_dict()
+    for name, tensor in load_draft(tmp_path / "plain/export", dtype=torch.float32).state_dict().items():
+        assert torch.equal(state[name].float(), tensor), name
+    assert all(not tensor.any() for name, tensor in state.items() if "kernel_projection" in name)
+    run(make("run.max_steps=1", f"run.output={tmp_path}/conv", "draft.conv=true"))
+    with pytest.raises(UserError, match=r"conv \(ConvConfig\(kernel_size=2, group_size=16\), this run None\)"):
+        make(f"run.warm_start={tmp_path}/conv/export")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_frozen_backbone_keeps_the_checkpoints_weights_and_the_head_learns(make, tmp_path, stage):
+    run(make("run.max_steps=2", "draft.head=dflash", f"run.output={tmp_path}/plain"))
+    plain = load_draft(tmp_path / "plain/export").state_dict()
+    frozen = [
+        f"run.warm_start={tmp_path}/plain/export", "draft.freeze_backbone=true", "run.max_steps=4",
+        f"deepspeed.config={ROOT}/configs/deepspeed/zero{stage}.json",
+    ]  # fmt: skip
+    with make(*frozen, f"run.output={tmp_path}/fresh") as trainer:
+        fresh = {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
+    run(make(*frozen, "run.stop_after=2"))
+    run(make(*frozen))
+    export_command.main(["--run", str(make.output), "--out", str(make.output / "again")])
+    for folder in ("export", "again"):
+        trained = load_draft(make.output / folder).state_dict()
+        assert all(torch.equal(trained[name], tensor) for name, tensor in plain.items() if name.startswith("backbone"))
+        assert not torch.equal(trained["head.out_head.weight"], fresh["head.out_head.weight"].bfloat16())
+
+
+def test_a_run_of_an_earlier_version_resumes(make):
+    """Its saved configuration lacks the keys that came later, and other heads' sections decide nothing."""
+    run(make("run.max_steps=4", "run.stop_after=2"))
+    path = make.output / "checkpoints/step-00000002/run.json"
+    saved = json.loads(path.read_text())
+    for key in ("conv", "conv_kernel_size", "conv_group_size", "freeze_backbone"):
+        del saved["config"]["draft"][key]
+    for key in ("loss", "dflash2", "dspark", "domino"):
+        del saved["config"]["objective"][key]
+    for key in ("dflash2", "dspark", "domino"):
+        del saved["config"]["head"][key]
+    path.write_text(json.dumps(saved | {"config_hash": "0" * 16}))
+    assert make("run.max_steps=4").step == 2
+    with pytest.raises(UserError, match=r"draft\.conv was null, is true"):
+        make("run.max_steps=4", "draft.conv=true")
 
 
 @pytest.mark.slow

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes the drafter in vllm_lilicorr/assets/smollm2-135m: corpus, states, both arms, acceptance on held-out rows.
+#
+#   PROMPTS=DIR [STEPS=n] [MAX_TOKENS=n] [ROWS=n] trainer/recipes/smollm2-135m.sh
+#
+# PROMPTS holds aime25, arena-hard-v2, gsm8k, humaneval, livecodebench and mt-bench as NAME.jsonl; the last 20 rows of each are
+# held out. Started again after an interruption, it continues: every step keeps what it has finished. Two cores, one arm on each.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+: "${PROMPTS:?names the folder of benchmark prompts}"
+PYTHON=${PYTHON:-.venv/bin/python}
+DATA=${DATA:-data/smollm2-135m}
+RUNS=${RUNS:-runs/smollm2-135m}
+TARGET=models/smollm2-135m-instruct
+# What the machine multiplies fast: bfloat16 where the processor has it, else float32 (without it, bfloat16 is emulated).
+if grep -q -m1 -E 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo; then DTYPE=bfloat16 PRECISION=bf16; else DTYPE=float32 PRECISION=fp32; fi
+export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+$PYTHON -m vllm_lilicorr.smollm2 $TARGET
+$PYTHON trainer/split_prompts.py --prompts "$PROMPTS" --also trainer/prompts --out "$DATA/prompts"
+answer() { # prompts, corpus, further options
+    VLLM_CPU_KVCACHE_SPACE=4 VLLM_CPU_OMP_THREADS_BIND=0-1 $PYTHON trainer/regenerate.py --target $TARGET --prompts "$1" --out "$2" \
+        --max-tokens "${MAX_TOKENS:-256}" --max-model-len 2048 --dtype $DTYPE --enforce-eager "${@:3}"
+}
+answer "$DATA/prompts/heldout" "$DATA/heldout"
+answer "$DATA/prompts/train.jsonl" "$DATA/corpus" ${ROWS:+--limit "$ROWS"}
+
+config=(--config configs/smollm2-135m.yaml target.path=$TARGET data.path="$DATA/corpus" run.precision=$PRECISION ${STEPS:+run.max_steps=$STEPS})
+OMP_NUM_THREADS=2 $PYTHON trainer/cache.py --dtype $DTYPE "${config[@]}"
+export OMP_NUM_THREADS=1
+taskset -c 0 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/lilicorr" &
+lilicorr=$!
+taskset -c 1 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/dflash" draft.head=dflash
+wait $lilicorr
+$PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft "$RUNS/lilicorr/export" "$RUNS/dflash/export" \
+    --prompts-dir "$DATA/prompts/heldout" --max-tokens "${MAX_TOKENS:-256}"
