@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from .io import check_writable_file, write_file_atomically
 from .model import Draft, Proposal
 from .model.backbone import ContextKV, concat_context
 from .model.checkpoint import load_draft
+from .model.heads import BlockStates
 from .target import Target, TargetShape, check_fits, load_target, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -323,6 +324,31 @@ class _State:
 
 
 @torch.no_grad()
+def blocks_at(
+    target: Target,
+    draft: Draft,
+    token_ids: Sequence[int],
+    anchors: Sequence[int],
+    num_slots: int | None = None,
+    chunk: int = 64,
+) -> Iterator[BlockStates]:
+    """Yield, `chunk` blocks at a time, what the head sees of blocks along a given sequence: anchored at `anchors` (absolute
+    positions), each after exactly token_ids[:anchor + 1] had been committed."""
+    ids = torch.tensor([list(token_ids)], device=target.device)
+    positions = torch.arange(ids.shape[1], device=target.device)[None]
+    taps = target.forward(ids, positions).taps
+    features = draft.backbone.context_features(taps.to(draft.dtype))
+    context = draft.backbone.context_kv(features, positions)
+    for first in range(0, len(anchors), chunk):
+        at = torch.tensor([list(anchors[first : first + chunk])], device=target.device)
+        anchor_ids, before = ids.gather(1, at), (at - 1).clamp_min(0)
+        visible = positions[:, None] < at[..., None]
+        hidden = draft.slot_hidden(anchor_ids, at, context, visible, target.vocabulary, num_slots)
+        anchor_hidden = features.gather(1, before[..., None].expand(-1, -1, features.shape[-1]))
+        yield BlockStates(hidden.flatten(0, 1), anchor_hidden.flatten(0, 1), (at > 0).flatten(), anchor_ids.flatten())
+
+
+@torch.no_grad()
 def drafts_at(
     target: Target,
     draft: Draft,
@@ -336,30 +362,8 @@ def drafts_at(
 ) -> Proposal:
     """Return the proposals of M = len(anchors) blocks along a given sequence: what the drafter would draft at each anchor
     (absolute positions) after exactly token_ids[:anchor + 1] had been committed."""
-    ids = torch.tensor([list(token_ids)], device=target.device)
-    positions = torch.arange(ids.shape[1], device=target.device)[None]
-    taps = target.forward(ids, positions).taps
-    features = draft.backbone.context_features(taps.to(draft.dtype))
-    context = draft.backbone.context_kv(features, positions)
-    parts = []
-    for first in range(0, len(anchors), chunk):
-        at = torch.tensor([list(anchors[first : first + chunk])], device=target.device)
-        before = (at - 1).clamp_min(0)
-        parts.append(
-            draft.propose(
-                ids.gather(1, at),
-                at,
-                context,
-                positions[:, None] < at[..., None],
-                features.gather(1, before[..., None].expand(-1, -1, features.shape[-1])),
-                at > 0,
-                target.vocabulary,
-                rule,
-                temperature,
-                generator,
-                num_slots,
-            )
-        )
+    blocks = blocks_at(target, draft, token_ids, anchors, num_slots, chunk)
+    parts = [draft.head.propose(block, target.vocabulary, rule, temperature, generator) for block in blocks]
     probs = [part.probs for part in parts if part.probs is not None]
     return Proposal(
         tokens=torch.cat([part.tokens for part in parts]),

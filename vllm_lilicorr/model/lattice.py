@@ -101,7 +101,9 @@ def walk(
     if not bool(torch.all(temperature >= 0)):
         raise ValueError("temperatures must be at least 0")
     if uniforms is None:
-        uniforms = torch.rand(n, pair.shape[1] + 1, generator=generator, dtype=start.dtype, device=start.device)
+        # A generator draws on its own device alone.
+        device = start.device if generator is None else generator.device
+        uniforms = torch.rand(n, pair.shape[1] + 1, generator=generator, dtype=start.dtype, device=device).to(start.device)
     return _sampled(start, pair, temperature, uniforms)
 
 

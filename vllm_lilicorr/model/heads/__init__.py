@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...config import DFlash2Config, DFlashConfig, DominoConfig, DraftConfig, DSparkConfig, HeadConfig, LiLiCorrConfig
-from .base import BlockStates, DraftHead, Proposal, TargetVocabulary
+from .base import BlockStates, DraftHead, LatticeHead, Proposal, TargetVocabulary
 from .dflash import DFlashHead
 from .dflash2 import DFlash2Head
 from .domino import DominoHead
@@ -37,6 +37,7 @@ __all__ = [
     "DSparkHead",
     "DominoHead",
     "DraftHead",
+    "LatticeHead",
     "LiLiCorrHead",
     "Proposal",
     "TargetVocabulary",

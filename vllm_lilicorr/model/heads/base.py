@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lattice import top_candidates
+from ..lattice import WALKS, top_candidates, walk
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class DraftHead(nn.Module):
         found = ranked_candidates(target.logits(block.slot_hidden), 1)
         return Proposal(found.ids[..., 0], found.ids, found.log_probs, None, found.gap.amin((1, 2)))
 
+    def proposals(self, block: BlockStates, target: TargetVocabulary, rules: Sequence[str]) -> dict[str, Proposal]:
+        """Return the block's proposal under each of `rules`, none of them sampled; the same as `propose` one by one."""
+        return {rule: self.propose(block, target, rule) for rule in rules}
+
     def correlate(
         self,
         block: BlockStates,
@@ -107,3 +112,47 @@ class DraftHead(nn.Module):
     ) -> Proposal:
         """Return the block's proposal by the head's own rules (all but `argmax`)."""
         raise NotImplementedError
+
+
+class LatticeHead(DraftHead):
+    """A head that scores neighbouring candidates and walks the lattice of them; a subclass says what the scores are."""
+
+    rules = (*WALKS, "argmax")
+
+    def lattice(self, block: BlockStates, target: TargetVocabulary) -> tuple[Candidates, Tensor, Tensor]:
+        """Return the candidates, start [N, K] and pair [N, S-1, K, K]."""
+        raise NotImplementedError
+
+    def correlate(
+        self,
+        block: BlockStates,
+        target: TargetVocabulary,
+        rule: str,
+        temperature: float | Tensor | None,
+        generator: torch.Generator | None,
+    ) -> Proposal:
+        return _walked(*self.lattice(block, target), rule, temperature, generator)
+
+    def proposals(self, block: BlockStates, target: TargetVocabulary, rules: Sequence[str]) -> dict[str, Proposal]:
+        """All rules read one lattice, which is what costs; `argmax` here carries all K candidates."""
+        found, start, pair = self.lattice(block, target)
+        first = Proposal(found.ids[..., 0], found.ids, found.log_probs, None, found.gap[..., 0].amin(1))
+        return {rule: first if rule == "argmax" else _walked(found, start, pair, rule) for rule in rules}
+
+
+def _walked(
+    found: Candidates,
+    start: Tensor,
+    pair: Tensor,
+    rule: str,
+    temperature: float | Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Proposal:
+    path = walk(start, pair, rule, temperature, generator)
+    return Proposal(
+        tokens=found.ids.gather(-1, path.index[..., None])[..., 0],
+        candidate_ids=found.ids,
+        log_probs=found.log_probs,
+        probs=path.probs,
+        margin=torch.minimum(found.gap.amin((1, 2)), path.margin.amin(1)),
+    )

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ...config import DFlash2Config, DraftConfig
-from ..lattice import WALKS, walk
-from .base import BlockStates, DraftHead, Proposal, TargetVocabulary, ranked_candidates
+from .base import BlockStates, Candidates, LatticeHead, TargetVocabulary, ranked_candidates
 
 
-class DFlash2Head(DraftHead):
+class DFlash2Head(LatticeHead):
     """Codebooks [V, r] for a token as predecessor and as successor, and the projection [H -> r] of the slot's state.
 
     Parameters: 2 * V * r + H * r; with r = 256 at Qwen3-8B size (V = 151,936, H = 4096) 78,839,808.
     """
 
     prefix = "candidate_selector."
-    rules = (*WALKS, "argmax")
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -57,22 +55,8 @@ class DFlash2Head(DraftHead):
         pair = unary[:, 1:, None] + (earlier * gate[:, 1:, None]) @ successors[:, 1:].transpose(-1, -2)
         return start, pair
 
-    def correlate(
-        self,
-        block: BlockStates,
-        target: TargetVocabulary,
-        rule: str,
-        temperature: float | Tensor | None,
-        generator: torch.Generator | None,
-    ) -> Proposal:
+    def lattice(self, block: BlockStates, target: TargetVocabulary) -> tuple[Candidates, Tensor, Tensor]:
         found = ranked_candidates(target.logits(block.slot_hidden), self.top_k)
         # A slot's log-partition is the same for all its candidates, so log-probabilities choose as logits do.
         start, pair = self(found.ids, found.log_probs, block.slot_hidden, block.anchor_ids)
-        path = walk(start, pair, rule, temperature, generator)
-        return Proposal(
-            tokens=found.ids.gather(-1, path.index[..., None])[..., 0],
-            candidate_ids=found.ids,
-            log_probs=found.log_probs,
-            probs=path.probs,
-            margin=torch.minimum(found.gap.amin((1, 2)), path.margin.amin(1)),
-        )
+        return found, start, pair

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...config import DraftConfig, LiLiCorrConfig
 from ..backbone import RMSNorm
-from ..lattice import NUM_FEATURES, WALKS, candidate_features, walk
-from .base import BlockStates, DraftHead, Proposal, TargetVocabulary, ranked_candidates
+from ..lattice import NUM_FEATURES, candidate_features
+from .base import BlockStates, Candidates, LatticeHead, TargetVocabulary, ranked_candidates
 
 FEATURE_NORM_EPS = 1e-5
 
@@ -68,14 +68,13 @@ class LatticeLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class LiLiCorrHead(DraftHead):
+class LiLiCorrHead(LatticeHead):
     """Scores of neighbouring candidates, each formed in sight of the whole lattice.
 
     Parameters at the paper's settings: 36,758,794 for H = 4096 and 32,040,202 for H = 2560.
     """
 
     prefix = "lilicorr."
-    rules = (*WALKS, "argmax")
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -144,24 +143,10 @@ class LiLiCorrHead(DraftHead):
         pair = sigma * (out[:, :-1] @ incoming[:, 1:].transpose(-1, -2))
         return start, pair
 
-    def correlate(
-        self,
-        block: BlockStates,
-        target: TargetVocabulary,
-        rule: str,
-        temperature: float | Tensor | None,
-        generator: torch.Generator | None,
-    ) -> Proposal:
+    def lattice(self, block: BlockStates, target: TargetVocabulary) -> tuple[Candidates, Tensor, Tensor]:
         found = ranked_candidates(target.logits(block.slot_hidden), self.config.candidate_topk)
         start, pair = self(target.embed(found.ids), found.log_probs, block.slot_hidden, block.anchor_hidden, block.anchor_valid)
-        path = walk(start, pair, rule, temperature, generator)
-        return Proposal(
-            tokens=found.ids.gather(-1, path.index[..., None])[..., 0],
-            candidate_ids=found.ids,
-            log_probs=found.log_probs,
-            probs=path.probs,
-            margin=torch.minimum(found.gap.amin((1, 2)), path.margin.amin(1)),
-        )
+        return found, start, pair
 
     def vectors(
         self,
