@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -14,6 +16,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from ..errors import UserError
+
+PATIENCE = 1800
+"""Seconds a server may take to become healthy: a large target is read from disk, compiled and captured first."""
 
 
 def free_port() -> int:
@@ -38,37 +45,48 @@ def resident_bytes(pid: int) -> int:
 
 
 class Server:
-    """`with Server(target, speculative, options, environment) as server:` runs `vllm serve` and waits until it is healthy."""
+    """`with Server(target, speculative, options, environment) as server:` runs `vllm serve` and waits until it is healthy.
+
+    Raises UserError where it does not start, with the last line of what it said; `log` keeps all of it.
+    """
 
     def __init__(
         self,
-        target: Path,
+        target: str | Path,
         speculative: dict[str, Any] | Path | None,
         options: list[str],
         env: dict[str, str],
         dtype: str = "float32",
+        eager: bool = True,
+        log: Path | None = None,
     ) -> None:
         self.port = free_port()
         vllm = Path(sys.executable).with_name("vllm")
         command = [str(vllm), "serve", str(target), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", dtype]
-        command += ["--enforce-eager", "--served-model-name", "model", *options]
+        command += [*(["--enforce-eager"] if eager else []), "--served-model-name", "model", *options]
         if speculative is not None:
             text = str(speculative) if isinstance(speculative, Path) else json.dumps(speculative)
             command += ["--speculative-config", text]
-        self.command, self.env = command, env
+        self.command, self.env, self._path = command, env, log
 
     def __enter__(self) -> Server:
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115  closed in __exit__
+        if self._path is None:
+            self._log: Any = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115  closed in __exit__
+        else:
+            self._log = self._path.open("w+")
         self.process = subprocess.Popen(
             self.command, env=self.env, stdout=self._log, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        deadline = time.time() + 600
-        while not self.healthy():
-            if self.process.poll() is not None or time.time() > deadline:
-                log = Path(self._log.name).read_text()[-6000:]
-                self.__exit__()
-                raise AssertionError(f"vllm serve did not start:\n{log}")
-            time.sleep(0.5)
+        deadline = time.time() + PATIENCE
+        try:
+            while not self.healthy():
+                if self.process.poll() is not None or time.time() > deadline:
+                    where = f"; its log is {self._path}" if self._path else f":\n{self.log()[-6000:]}"
+                    raise UserError(f"vllm serve did not start ({last_error(self.log())}){where}")
+                time.sleep(0.5)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,6 +97,9 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        # What it started is in its session; a killed server must not leave an engine behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self._log.close()
 
     def url(self, path: str) -> str:
@@ -122,5 +143,16 @@ class Server:
             found[key] = found.get(key, 0.0) + float(value)
         return found
 
+    @property
+    def log_path(self) -> Path:
+        return Path(self._log.name)
+
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return self.log_path.read_text(errors="replace")
+
+
+def last_error(log: str) -> str:
+    """Return the last line of a server's log that names an error, else its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b:? ", line) and "raise " not in line]
+    return (errors or lines or ["it said nothing"])[-1][-400:]

@@ -1,93 +1,327 @@
-"""Tokens per second of `vllm serve` without speculation, with argmax drafts, and with LiLiCorr's, and where the time goes.
+"""Throughput of `vllm serve` and its speed-up over no speculation, per benchmark and concurrency, and where a step's time goes.
 
-Every variant is a server of its own, started in turn on one machine, again for each repeat, and driven by vLLM's own
-benchmark client at each concurrency. Reported are ratios to no speculation within the same repeat (the machine may be shared),
-the acceptance length tau, and on a CPU how the time of a decode step divides.
+Every system is a server of its own, driven by vLLM's own benchmark client; acceptance is what vLLM's metrics count. A round
+measures every system once on every cell (temperature, benchmark, concurrency), every other round in the opposite order. Each
+round begins and ends with no speculation: speed-ups are ratios within a round, their median over the rounds is reported, and
+what no speculation shows against itself by the same measure is the noise floor. Differences inside it are ties.
 
-Variants: none; argmax and lilicorr and exact (this package's drafter under that path rule); stock (vLLM's in-tree LiLiCorr head,
-GPU only); dflash (vLLM's own DFlash on the same backbone).
+A system is NAME=CKPT, followed by keys of the speculative configuration (docs/serving.md), for example
+`exact=CKPT,path_rule=exact` or `sampled=CKPT,draft_sample_method=probabilistic`. `backbone_only=true` serves the checkpoint's
+backbone as a plain DFlash drafter. On a CPU the time of a step is split too (LILICORR_TIMING).
+
+Of a conversation with several turns the first is asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import io
 import json
 import os
-import statistics
-import subprocess
+import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from . import _datasets
+from ._results import Results, checkpoint_digest
 from ._server import Server
 
-VARIANTS = ("none", "argmax", "lilicorr", "exact", "stock", "dflash")
+NONE, AGAIN = "none", "none again"
+BACKBONE_ONLY = "backbone_only"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", type=Path, required=True, help="the target's folder")
-    parser.add_argument("--draft", type=Path, required=True, help="a LiLiCorr checkpoint")
-    parser.add_argument("--prompts", type=Path, help="JSON Lines (default: the chat prompts that come with the package)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["none", "argmax", "lilicorr"])
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--num-prompts", type=int, default=16, help="prompts a run, at every concurrency")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--num-speculative-tokens", type=int, help="default: all of the drafter's slots")
-    parser.add_argument("--draft-sample-method", choices=["greedy", "probabilistic"], default="greedy")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--target", required=True, help="the target's folder, or its hub id")
+    parser.add_argument("--systems", nargs="+", required=True, metavar="SYSTEM", help="NAME=CKPT or NAME=CKPT,KEY=VALUE,...; beside no speculation, which is always measured")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--repeats", type=int, default=3, help="rounds at temperature 0")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="one round each above temperature 0")
+    add_common_arguments(parser)
+    parser.add_argument("--name", default="serve", help="what this grid is called in the results; another grid beside it needs another")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `bench serve` and `bench cost` share."""
+    parser.add_argument("--datasets", nargs="+", metavar="NAME", help=f"NAME or NAME:CATEGORY; default: all files of --prompts-dir, or {', '.join(_datasets.BENCHMARKS)}")
+    parser.add_argument("--prompts-dir", type=Path, help="folder of NAME.jsonl, rows {\"turns\": [...]}; default: the Hugging Face hub")
+    parser.add_argument("--num-prompts", type=int, help="only the first N of each benchmark")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="tokens an answer")
+    parser.add_argument("--ignore-eos", action="store_true", help="every answer has --max-tokens tokens")
+    parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="write everything measured as JSON")
+    parser.add_argument("--together", action="store_true", help="keep all servers up and alternate between them: where memory allows it, as on a CPU")
+    parser.add_argument("--server-args", nargs="+", default=[], metavar="NAME=VALUE", help="more options of vllm serve, without their dashes")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where results.json is kept; run again to resume")
 
 
 def main(args: argparse.Namespace) -> int:
-    prompts = args.prompts or Path(__file__).parent.parent / "assets" / "prompts" / "chat.jsonl"
-    if "none" not in args.variants:
-        raise UserError("--variants must contain none, which every ratio is taken to")
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        dataset = _dataset(args.target, prompts, args.num_prompts, folder / "prompts.jsonl")
-        for repeat in range(args.repeats):
-            for variant in args.variants:
-                runs += _measure(args, variant, repeat, dataset, folder)
-                print(f"repeat {repeat}, {variant}: done", file=sys.stderr)
-    if args.output:
-        args.output.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "runs": runs}, indent=1))
-    print(report(runs, args.variants, args.concurrency))
+    from . import report
+
+    results = Results(args.output)
+    measure(args, results)
+    print(report.serve_tables(results))
     return 0
 
 
-def _dataset(target: Path, prompts: Path, count: int, path: Path) -> Path:
-    """Write the first `count` prompts as vLLM's client reads them: rendered by the target's chat template already."""
-    from ..chat import read_prompts, render
-    from ..target import load_tokenizer
+@dataclass(frozen=True)
+class System:
+    """A server to measure: its speculative configuration (None: no speculation) and the drafter it loads."""
 
-    tokenizer = load_tokenizer(target)
-    lines = []
-    for conversation in list(read_prompts(prompts))[:count]:
-        messages = [*conversation.messages]
-        if conversation.turns:
-            messages.append({"role": "user", "content": conversation.turns[0]})
-        lines.append(json.dumps({"prompt": tokenizer.decode(render(tokenizer, messages))}))
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    name: str
+    draft: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        if self.draft is None:
+            return {"draft": None}
+        return {"draft": self.draft, "checkpoint": checkpoint_digest(self.draft), **dict(self.options)}
+
+    def speculative(self, folder: Path) -> dict[str, Any] | None:
+        """Return what `--speculative-config` gets; `folder` is where a backbone without its head is written."""
+        if self.draft is None:
+            return None
+        options = dict(self.options)
+        if options.pop(BACKBONE_ONLY, False):
+            return {"model": str(backbone_only(Path(self.draft), folder / self.name)), **options}
+        return {"model": self.draft, **options}
 
 
-def _speculative(args: argparse.Namespace, variant: str, folder: Path) -> dict[str, Any] | None:
-    if variant == "none":
-        return None
-    common: dict[str, Any] = {"draft_sample_method": args.draft_sample_method}
-    if args.num_speculative_tokens:
-        common["num_speculative_tokens"] = args.num_speculative_tokens
-    if variant == "dflash":
-        return {"model": str(backbone_only(args.draft, folder / "dflash")), **common}
-    if variant == "stock":
-        return {"model": str(args.draft), "backend": "stock", **common}
-    return {"model": str(args.draft), "path_rule": {"lilicorr": "greedy"}.get(variant, variant), **common}
+def parse_system(text: str) -> System:
+    """Return the system of `NAME=CKPT[,KEY=VALUE...]`; raises UserError where it has another form."""
+    name, separator, rest = text.partition("=")
+    draft, *pairs = rest.split(",")
+    if not separator or not name or not draft or "/" in name or name in (NONE, AGAIN):
+        raise UserError(f"--systems {text}: must be NAME=CHECKPOINT[,KEY=VALUE...], NAME without '/' and not '{NONE}'")
+    options = []
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise UserError(f"--systems {text}: '{pair}' must be KEY=VALUE, a key of the speculative configuration")
+        try:
+            options.append((key, json.loads(value)))
+        except ValueError:
+            options.append((key, value))
+    return System(name, draft, tuple(options))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured of every system in a round."""
+
+    prompts: _datasets.Prompts
+    temperature: float
+    concurrency: int
+    seed: int | None
+
+
+def cells(args: argparse.Namespace, prompts: Sequence[_datasets.Prompts], round_: int) -> list[Cell]:
+    """Return a round's cells; above temperature 0 a round is a seed."""
+    found = []
+    for temperature in args.temperature:
+        seeds = args.seeds if temperature else [None] * args.repeats
+        if round_ < len(seeds):
+            found += [Cell(one, temperature, c, seeds[round_]) for one in prompts for c in args.concurrency]
+    return found
+
+
+def measure(args: argparse.Namespace, results: Results) -> None:
+    """Measure what `results` lacks, part by part."""
+    systems = [System(NONE), *map(parse_system, args.systems), System(AGAIN)]
+    names = [system.name for system in systems]
+    if len(set(names)) < len(names):
+        raise UserError(f"--systems: two are called '{next(n for n in names if names.count(n) > 1)}'; give each its own name")
+    if min(args.concurrency) < 1 or args.repeats < 1:
+        raise UserError("--concurrency and --repeats must be at least 1")
+    prompts, missing = _datasets.load(args.datasets, args.prompts_dir, args.num_prompts)
+    results.note_missing(missing, [one.name for one in prompts])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminated_as_interrupted())
+        bench = _Bench(args, stack.enter_context(_scratch()), prompts, stack)
+        for round_ in range(max(args.repeats if 0 in args.temperature else 0, len(args.seeds) if any(args.temperature) else 0)):
+            todo = cells(args, prompts, round_)
+            for system in systems if round_ % 2 == 0 else systems[::-1]:
+                absent = [cell for cell in todo if results.get(*bench.part(system, cell, round_)) is None]
+                if not absent:
+                    continue
+                with bench.server(system) as server:
+                    for cell in absent:
+                        found = bench.run(server, system, cell)
+                        results.put(*bench.part(system, cell, round_), found)
+                        print(
+                            f"{args.name}: round {round_ + 1}, {system.name}, {cell.prompts.name}, T={cell.temperature:g}, "
+                            f"concurrency {cell.concurrency}: {found['tokens_per_second']:.1f} tokens/s",
+                            file=sys.stderr,
+                        )
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Servers have sessions of their own, so they would outlive this process where a plain SIGTERM ended it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """Yield a folder for logs and copies; it stays where an error may make somebody want to read the logs."""
+    folder = Path(tempfile.mkdtemp(prefix="lilicorr-bench-"))
+    try:
+        yield folder
+    except Exception:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Bench:
+    """The servers and vLLM's client, and what a part is called."""
+
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, prompts: Sequence[_datasets.Prompts], stack: contextlib.ExitStack
+    ) -> None:
+        self.args, self.folder, self.prompts, self.stack = args, folder, prompts, stack
+        self.cpu = not _cuda()
+        self._kept: dict[str, Server] = {}
+        self._files: dict[str, Path] = {}
+        self._client: Any = None
+
+    def part(self, system: System, cell: Cell, round_: int) -> tuple[str, dict[str, Any]]:
+        """Return a measurement's key and the settings that determine it."""
+        args = self.args
+        key = f"serve/{args.name}/T{cell.temperature:g}/{cell.prompts.name}/c{cell.concurrency}/{system.name}/round{round_}"
+        named = ("target", "dtype", "max_tokens", "ignore_eos", "max_model_len", "together", "server_args")
+        return key, {
+            **{name: getattr(args, name) for name in named},
+            "most": max(args.concurrency),
+            "system": system.settings,
+            "prompts": cell.prompts.fingerprint,
+            "seed": cell.seed,
+        }
+
+    @contextlib.contextmanager
+    def server(self, system: System) -> Iterator[Server]:
+        """Yield a warm server of that system: started for this block, or kept for all of them with --together."""
+        if system.name in self._kept:
+            yield self._kept[system.name]
+            return
+        with contextlib.ExitStack() as own:
+            stack = self.stack if self.args.together else own
+            server = stack.enter_context(self._start(system))
+            if self.args.together:
+                self._kept[system.name] = server
+            self._warm_up(server)
+            yield server
+
+    def _warm_up(self, server: Server) -> None:
+        self._ask(server, self.prompts[0], 0.0, max(self.args.concurrency), None, min(64, self.args.max_tokens))
+
+    def _start(self, system: System) -> Server:
+        args = self.args
+        environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+        if self.cpu:
+            environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **environment, "LILICORR_TIMING": str(self._timing(system))}
+        options = ["--max-model-len", str(args.max_model_len), "--max-num-seqs", str(max(args.concurrency)), "--no-enable-prefix-caching"]
+        for text in args.server_args:
+            name, separator, value = text.partition("=")
+            options += [f"--{name}", *([value] if separator else [])]
+        log = self.folder / f"server-{system.name.replace(' ', '-')}.log"
+        return Server(args.target, system.speculative(self.folder), options, environment, args.dtype, eager=self.cpu, log=log)
+
+    def _timing(self, system: System) -> Path:
+        return self.folder / f"timing-{system.name.replace(' ', '-')}.json"
+
+    def run(self, server: Server, system: System, cell: Cell) -> dict[str, Any]:
+        """Return one run's figures: tokens/s of the whole run, and what vLLM's metrics counted during it."""
+        before = _read(self._timing(system))
+        found = self._ask(server, cell.prompts, cell.temperature, cell.concurrency, cell.seed, self.args.max_tokens)
+        drafts, accepted = found.get("spec_decode_num_drafts"), found.get("spec_decode_accepted_tokens")
+        return {
+            "tokens_per_second": found["output_throughput"],
+            "seconds": found["duration"],
+            "output_tokens": found["total_output_tokens"],
+            "drafts": drafts,
+            "accepted": accepted,
+            "tau": (accepted + drafts) / drafts if drafts else None,
+            "by_position": found.get("spec_decode_per_position_acceptance_rates"),
+            "mean_ttft_ms": found["mean_ttft_ms"],
+            "mean_tpot_ms": found["mean_tpot_ms"],
+            "step_seconds": difference(_read(self._timing(system)), before),
+        }
+
+    def _ask(
+        self, server: Server, prompts: _datasets.Prompts, temperature: float, concurrency: int, seed: int | None, max_tokens: int
+    ) -> dict[str, Any]:
+        body = {"add_special_tokens": False, **({} if seed is None else {"seed": seed})}
+        count = len(prompts.conversations)
+        arguments = [
+            "--backend", "openai", "--base-url", server.url(""), "--endpoint", "/v1/completions", "--model", "model",
+            "--tokenizer", self.args.target, "--dataset-name", "custom", "--dataset-path", str(self._dataset(prompts)),
+            "--skip-chat-template", "--custom-output-len", str(max_tokens), "--num-prompts", str(count), "--disable-shuffle",
+            "--max-concurrency", str(concurrency), "--temperature", str(temperature), "--extra-body", json.dumps(body),
+            "--disable-tqdm", *(["--ignore-eos"] if self.args.ignore_eos else []),
+        ]  # fmt: skip
+        found = self._vllm_client(arguments)
+        if found["completed"] != count:
+            raise UserError(f"{count - found['completed']} of {count} requests of {prompts.name} failed; the server's log is {server.log_path}")
+        return found
+
+    def _vllm_client(self, arguments: list[str]) -> dict[str, Any]:
+        """Return what `vllm bench serve ARGUMENTS` measures. In this process, since its imports take as long as a short run."""
+        if self._client is None:
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+            try:
+                from vllm.benchmarks.serve import add_cli_args, main_async
+                from vllm.utils.argparse_utils import FlexibleArgumentParser
+            except ImportError as error:
+                raise UserError(f"bench serve needs vLLM and its benchmark client ({error}); install the extra serve, or serve-cpu") from None
+            parser = FlexibleArgumentParser()
+            add_cli_args(parser)
+            self._client = (parser, main_async)
+        parser, main_async = self._client
+        with contextlib.redirect_stdout(io.StringIO()):
+            return asyncio.run(main_async(parser.parse_args(arguments)))
+
+    def _dataset(self, prompts: _datasets.Prompts) -> Path:
+        """Return the prompts as vLLM's client reads them, rendered by the target's chat template already."""
+        from ..chat import render
+        from ..target import load_tokenizer
+
+        if prompts.name not in self._files:
+            tokenizer = load_tokenizer(self.args.target)
+            path = self.folder / f"prompts-{len(self._files)}.jsonl"
+            lines = []
+            for number, one in enumerate(prompts.conversations, start=1):
+                ids = render(tokenizer, [*one.messages, {"role": "user", "content": one.turns[0]}])
+                if len(ids) + self.args.max_tokens > self.args.max_model_len:
+                    raise UserError(
+                        f"{prompts.name}, prompt {number}: has {len(ids)} tokens, and with --max-tokens {self.args.max_tokens} passes "
+                        f"--max-model-len {self.args.max_model_len}; raise that or lower the other"
+                    )
+                lines.append(json.dumps({"prompt": tokenizer.decode(ids)}))
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            self._files[prompts.name] = path
+        return self._files[prompts.name]
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def backbone_only(draft: Path, folder: Path) -> Path:
@@ -107,96 +341,14 @@ def backbone_only(draft: Path, folder: Path) -> Path:
     return folder
 
 
-def _measure(args: argparse.Namespace, variant: str, repeat: int, dataset: Path, folder: Path) -> list[dict[str, Any]]:
-    timing = folder / f"timing-{variant}-{repeat}.json"
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ, "LILICORR_TIMING": str(timing)}
-    options = [
-        "--max-model-len",
-        str(args.max_model_len),
-        "--max-num-seqs",
-        str(max(args.concurrency)),
-        "--no-enable-prefix-caching",
-    ]
-    runs = []
-    with Server(args.target, _speculative(args, variant, folder), options, env, args.dtype) as server:
-        _client(args, server, dataset, max(args.concurrency), folder)  # warm-up
-        for concurrency in args.concurrency:
-            before, seconds = server.metrics(), _read(timing)
-            result = _client(args, server, dataset, concurrency, folder)
-            after = server.metrics()
-            drafts, accepted = (
-                after.get(name, 0.0) - before.get(name, 0.0)
-                for name in ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
-            )
-            runs.append(
-                {
-                    "variant": variant,
-                    "repeat": repeat,
-                    "concurrency": concurrency,
-                    "tokens_per_second": result["output_throughput"],
-                    "tau": (accepted + drafts) / drafts if drafts else None,
-                    "timing": _difference(_read(timing), seconds),
-                }
-            )
-    return runs
-
-
-def _client(args: argparse.Namespace, server: Server, dataset: Path, concurrency: int, folder: Path) -> dict[str, Any]:
-    result = folder / "result.json"
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [
-        str(vllm), "bench", "serve", "--backend", "openai", "--base-url", server.url(""), "--endpoint", "/v1/completions",
-        "--model", "model", "--tokenizer", str(args.target), "--dataset-name", "custom", "--dataset-path", str(dataset),
-        "--skip-chat-template", "--custom-output-len", str(args.max_tokens), "--num-prompts", str(args.num_prompts),
-        "--max-concurrency", str(concurrency), "--temperature", str(args.temperature), "--ignore-eos", "--disable-tqdm",
-        "--disable-shuffle", "--save-result", "--result-dir", str(folder), "--result-filename", result.name,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"})
-    if done.returncode:
-        raise UserError(f"vLLM's benchmark client failed: {(done.stderr or done.stdout).strip()[-500:]}")
-    values = json.loads(result.read_text())
-    if values["completed"] != args.num_prompts:
-        raise UserError(f"{args.num_prompts - values['completed']} of {args.num_prompts} requests failed; see the server's log")
-    return values
-
-
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
-    """Return seconds a part and the number of steps between two readings."""
-    if not after:
-        return {}
-    earlier = before.get("seconds", {})
-    parts = {name: value - earlier.get(name, 0.0) for name, value in after["seconds"].items()}
-    return {**parts, "steps": after["steps"] - before.get("steps", 0)}
-
-
-def report(runs: list[dict[str, Any]], variants: list[str], concurrencies: list[int]) -> str:
-    """Return the table: ratio to no speculation (median over repeats; the range behind it), tau, and the parts of a step."""
-    plain = {(r["repeat"], r["concurrency"]): r["tokens_per_second"] for r in runs if r["variant"] == "none"}
-    lines = ["variant    concurrency  ratio to none (range)   tau    drafter  candidates  head+walk  everything else (ms a step)"]
-    for variant in variants:
-        for concurrency in concurrencies:
-            mine = [r for r in runs if r["variant"] == variant and r["concurrency"] == concurrency]
-            ratios = [r["tokens_per_second"] / plain[r["repeat"], concurrency] for r in mine]
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-            tau = statistics.mean(r["tau"] for r in mine) if mine[0]["tau"] else None
-            shown = f"{tau:.2f}" if tau else "-"
-            parts = _parts([r["timing"] for r in mine])
-            lines.append(f"{variant:<10} {concurrency:>11}  {spread:<22}  {shown:<5} {parts}")
-    return "\n".join(lines)
-
-
-def _parts(timings: list[dict[str, float]]) -> str:
-    steps = sum(timing.get("steps", 0) for timing in timings)
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, float] | None:
+    """Return the seconds of each part of decoding, and `steps`, between two readings of LILICORR_TIMING; None without a step."""
+    steps = after.get("steps", 0) - before.get("steps", 0)
     if not steps:
-        return ""
-    total = {name: 1e3 * sum(t.get(name, 0.0) for t in timings) / steps for t in timings for name in t if name != "steps"}
-    inner = total.get("candidates", 0.0) + total.get("head and walk", 0.0)
-    share = inner / (total["drafting"] + total["everything else"])
-    return (
-        f"{total['drafting'] - inner:>8.1f}  {total.get('candidates', 0.0):>10.1f}  {total.get('head and walk', 0.0):>9.1f}  "
-        f"{total['everything else']:>8.1f}   (candidates, head and walk: {100 * share:.1f} % of a step)"
-    )
+        return None
+    earlier = before.get("seconds", {})
+    return {**{name: value - earlier.get(name, 0.0) for name, value in after["seconds"].items()}, "steps": steps}

@@ -1,0 +1,84 @@
+"""One configuration file for a whole grid: its keys are the benchmarks' own options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_lilicorr.bench import acceptance, cost, run, serve
+from vllm_lilicorr.bench.__main__ import main as bench
+from vllm_lilicorr.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs/bench"
+
+GOOD = """
+output: out
+common: {target: t, prompts-dir: p, num-prompts: 3}
+acceptance:
+  - {draft: [a=x, b=y], temperature: [0], num-prompts: 5}
+  - {draft: [a=x], temperature: [1]}
+serve: {systems: [a=x], together: true, ignore-eos: false, name: grid}
+cost: {grid: grid, exclude: []}
+"""
+
+
+def config(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "bench.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_sections_are_command_lines(tmp_path):
+    output, sections = run.read(config(tmp_path, GOOD))
+    assert output == Path("out") and [name for name, _ in sections] == ["acceptance", "acceptance", "serve", "cost"]
+    first, second, served, costed = (arguments for _, arguments in sections)
+    assert first.draft == ["a=x", "b=y"] and first.num_prompts == 5 and second.num_prompts == 3 and first.temperature == [0.0]
+    assert served.together and not served.ignore_eos and served.prompts_dir == Path("p") and served.output == Path("out")
+    assert costed.grid == "grid" and costed.exclude == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("temperature: [1]", "temprature: [1]"), r"acceptance\[1\].temprature is no option .* did you mean 'temperature'"),
+        (("together: true", "repeats: many"), "serve: repeats: invalid int value: 'many'"),
+        (("serve:", "server:"), "server is no known section; did you mean 'serve'"),
+        (("systems: [a=x], ", ""), "serve: the following arguments are required: --systems"),
+        (("num-prompts: 3", "num-prompt: 3"), "common.num-prompt is an option of none of the sections"),
+        (("output: out", ""), "output is missing"),
+        (("serve: {", "serve: ["), "cannot be read as YAML"),
+        (("grid: grid", "output: there"), "cost.output is no option"),
+    ],
+)
+def test_mistakes_name_file_section_and_key(tmp_path, change, sentence):
+    path = config(tmp_path, GOOD.replace(*change))
+    with pytest.raises(UserError, match=sentence) as raised:
+        run.read(path)
+    assert str(raised.value).startswith(str(path))
+
+
+def test_everything_runs_in_turn_and_the_report_is_written(tmp_path, monkeypatch, capsys):
+    ran = []
+    for name, module in (("acceptance", acceptance), ("serve", serve), ("cost", cost)):
+        monkeypatch.setattr(module, "measure", lambda arguments, results, name=name: ran.append(name))
+    bench(["run", "--config", str(config(tmp_path, GOOD)), "--output", str(tmp_path / "out")])
+    assert ran == ["acceptance", "acceptance", "serve", "cost"]
+    assert (tmp_path / "out/report.md").read_text().startswith("# Benchmark results")
+    bench(["run", "--config", str(config(tmp_path, GOOD)), "--output", str(tmp_path / "out"), "--only", "cost"])
+    assert ran[4:] == ["cost"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "paper"])
+def test_the_configurations_that_come_with_the_project_are_sound(name):
+    _, sections = run.read(CONFIGS / f"{name}.yaml")
+    assert {section for section, _ in sections} == {"acceptance", "serve", "cost"}
+    grids = {}
+    for section, arguments in sections:
+        if section == "serve":
+            grids[arguments.name] = [serve.parse_system(text).name for text in arguments.systems]
+        if section == "acceptance":
+            acceptance.named(arguments.draft)
+        if section == "cost":
+            assert arguments.control in grids[arguments.grid]
+    assert len(grids) == sum(section == "serve" for section, _ in sections), "every grid has a name of its own"

