@@ -1,6 +1,7 @@
 # make setup   a CPU environment in .venv with everything to serve, train, test and lint
 # make test    lint, types and all tests (does its own setup)
 # make lint    ruff and mypy
+# make docs    the documentation as a site, in build/site
 # make soak    ten minutes of a server under load; writes docs/soak.txt
 # make clean   remove what the other targets made, downloads included
 
@@ -16,8 +17,10 @@ export MKL_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# mkdocs-material would print what it thinks of mkdocs' future at every build.
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup test lint soak clean
+.PHONY: setup test lint docs soak clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -43,6 +46,10 @@ lint: setup
 	@rm -rf build/types && mkdir -p build/types/vllm_lilicorr
 	@ln -s $(CURDIR)/vllm_lilicorr/* $(CURDIR)/kernels $(CURDIR)/trainer build/types/vllm_lilicorr/
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p vllm_lilicorr
+
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 soak: setup
 	$(BIN)/python tests/serving/soak.py --seconds 600 --log docs/soak.txt
