@@ -25,7 +25,7 @@ def make_setup(tiny, **changes) -> Setup:
     drafts = {"lilicorr": str(tiny.lilicorr), "dflash": str(tiny.dflash)}
     values = dict(
         target=str(tiny.target), drafts=drafts, dtype="float32", device="cpu", threads=1, batch_size=4, max_tokens=MAX_TOKENS,
-        num_slots=None,
+        max_prompt_tokens=None, num_slots=None,
     )  # fmt: skip
     return Setup(**(values | changes))
 
@@ -84,6 +84,23 @@ def test_an_answer_ends_with_its_stop_token_or_its_limit():
     assert acceptance.answer_length([5, 6, 7, 8], {7}, 2) == 2
     assert acceptance.answer_length([5, 6, 7, 8], set(), 3) == 3
     assert acceptance.answer_length([5, 6], set(), 3) == 2
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_batches_keep_rows_and_tokens_within_their_bounds(most, monkeypatch):
+    monkeypatch.setattr(acceptance, "BATCH_TOKENS", 40)
+    rows = [(index, [0] * length) for index, length in enumerate((1, 2, 2, 7, 9, 9, 10, 50, 60))]
+    found = list(acceptance.batches(rows, most))
+    assert [row for batch in found for row in batch] == rows
+    assert all(len(batch) <= most and (len(batch) == 1 or len(batch) * len(batch[-1][1]) <= 40) for batch in found)
+    assert not list(acceptance.batches([], most))
+    if most == 100:
+        assert [len(batch) for batch in found] == [4, 3, 1, 1]
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tiny):
+    found = Worker(make_setup(tiny, max_prompt_tokens=20)).do(task(tiny, "dflash"))["dflash"]
+    assert (found["answered"], found["prompts"]) == (2, 3) and sum(found["rules"]["argmax"][2]) == 0
 
 
 def test_blocks_follow_their_accepted_lengths_and_draftless_steps_are_none():

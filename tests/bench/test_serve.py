@@ -18,7 +18,7 @@ TAU = {"lilicorr": 2.6, "control": 2.0}
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """Servers and a client that only keep a log; throughput is `SPEED`, a tenth higher after a system's first run."""
     log = SimpleNamespace(started=[], asked=[], stop_after=None)
 
@@ -50,10 +50,13 @@ def client(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             found |= {"spec_decode_num_drafts": 100, "spec_decode_accepted_tokens": round(100 * (TAU[name] - 1))}
         return {**found, "completed": count - (name == "failing")}
 
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setattr(serve.tempfile, "tempdir", str(logs))  # after an error they stay
     monkeypatch.setattr(serve, "Server", Server)
     monkeypatch.setattr(serve._Bench, "_vllm_client", vllm_client)
     monkeypatch.setattr(serve._Bench, "_warm_up", lambda self, server: None)
-    monkeypatch.setattr(serve._Bench, "_dataset", lambda self, prompts: Path("prompts.jsonl"))
+    monkeypatch.setattr(serve._Bench, "dataset", lambda self, prompts: Path("prompts.jsonl"))
     monkeypatch.setattr(serve, "backbone_only", lambda draft, folder: folder)
     return log
 
@@ -105,6 +108,13 @@ def test_failed_requests_fail_the_run(tiny, tmp_path, client):
     command[3] = command[3].replace("lilicorr=", "failing=")
     with pytest.raises(UserError, match="1 of 3 requests of gsm8k failed; the server's log is .*server-failing.log"):
         bench(["serve", *command])
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_before_a_server_starts(tiny, tmp_path, client, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(serve, "Server", None)
+    with pytest.raises(UserError, match="gsm8k, prompt 1: has 13 tokens, and with --max-tokens 16 passes --max-model-len 20"):
+        bench(["serve", *arguments(tiny, tmp_path, "--max-model-len", "20")])
 
 
 def test_a_system_is_a_checkpoint_and_keys_of_its_configuration(tmp_path):

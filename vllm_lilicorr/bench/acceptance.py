@@ -33,6 +33,8 @@ from ._results import Results, checkpoint_digest
 
 COVERAGE = "coverage"
 PROPOSALS = ("sampled", "point")
+BATCH_TOKENS = 8192
+"""Prompt tokens prefilled together: attention masks and logits of a batch grow with its longest prompt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-dir", type=Path, help="folder of NAME.jsonl, rows {\"turns\": [...]}; default: the Hugging Face hub")
     parser.add_argument("--num-prompts", type=int, help="only the first N of each benchmark")
     parser.add_argument("--max-tokens", type=int, default=512, help="tokens an answer")
+    parser.add_argument("--max-prompt-tokens", type=int, help="leave longer prompts out; default: what the target can take")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="runs above temperature 0")
     parser.add_argument("--proposals", nargs="+", choices=PROPOSALS, default=list(PROPOSALS), help="above temperature 0")
@@ -57,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from . import report
 
-    for name in ("num_prompts", "max_tokens", "num_slots", "batch_size", "threads", "processes"):
+    for name in ("num_prompts", "max_tokens", "max_prompt_tokens", "num_slots", "batch_size", "threads", "processes"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     results = Results(args.output)
@@ -77,6 +80,7 @@ class Setup:
     threads: int
     batch_size: int
     max_tokens: int
+    max_prompt_tokens: int | None
     num_slots: int | None
 
 
@@ -104,8 +108,9 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     results.note_missing(missing, [one.name for one in prompts])
     drafts = named(args.draft)
     setup = Setup(
-        args.target, drafts, args.dtype, args.device or _device(), args.threads, args.batch_size, args.max_tokens, args.num_slots
-    )
+        args.target, drafts, args.dtype, args.device or _device(), args.threads, args.batch_size, args.max_tokens,
+        args.max_prompt_tokens, args.num_slots,
+    )  # fmt: skip
     check(setup)
     tasks = list(plan(args, setup, prompts, results))
     for task, found in run(setup, tasks, args.processes):
@@ -145,7 +150,8 @@ def check(setup: Setup) -> None:
 
 def plan(args: argparse.Namespace, setup: Setup, prompts: Sequence[_datasets.Prompts], results: Results) -> Iterator[Task]:
     """Yield the work whose parts are not in `results` yet."""
-    common = {key: value for key, value in asdict(setup).items() if key in ("target", "dtype", "max_tokens", "num_slots")}
+    named = ("target", "dtype", "max_tokens", "max_prompt_tokens", "num_slots")
+    common = {key: value for key, value in asdict(setup).items() if key in named}
     digests = {name: checkpoint_digest(path) for name, path in setup.drafts.items()}
     offered = {name: proposals(path) for name, path in setup.drafts.items()}
     for temperature in args.temperature:
@@ -331,8 +337,9 @@ class Worker:
     ) -> list[list[Answer]]:
         """Return the answers to every conversation's turns, one after another, each after the answers before it.
 
-        A turn that leaves the target no room for an answer is not asked, nor are those after it.
+        A turn that leaves the target no room for an answer, or is longer than asked for, is not asked, nor are those after it.
         """
+        most = min(self.target.max_positions - 1, self.setup.max_prompt_tokens or self.target.max_positions)
         messages = [list(conversation.messages) for conversation in conversations]
         answers: list[list[Answer]] = [[] for _ in conversations]
         for turn in range(max(len(conversation.turns) for conversation in conversations)):
@@ -341,16 +348,24 @@ class Worker:
                 if turn < len(conversation.turns) and len(answers[index]) == turn:
                     messages[index].append({"role": "user", "content": conversation.turns[turn]})
                     prompt = render(self.tokenizer, messages[index])
-                    if len(prompt) < self.target.max_positions:
+                    if len(prompt) <= most:
                         rows.append((index, prompt))
             rows.sort(key=lambda row: len(row[1]))  # prompts of one length leave no holes
-            for first in range(0, len(rows), self.setup.batch_size):
-                batch = rows[first : first + self.setup.batch_size]
+            for batch in batches(rows, self.setup.batch_size):
                 for (index, _), answer in zip(batch, decode([prompt for _, prompt in batch]), strict=True):
                     answers[index].append(answer)
                     text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
                     messages[index].append({"role": "assistant", "content": text})
         return answers
+
+
+def batches(rows: Sequence[tuple[int, list[int]]], most: int) -> Iterator[Sequence[tuple[int, list[int]]]]:
+    """Yield runs of at most `most` rows (index, prompt), sorted by length, whose padded prompts stay within BATCH_TOKENS."""
+    first = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or end - first == most or (end + 1 - first) * len(rows[end][1]) > BATCH_TOKENS:
+            yield rows[first:end]
+            first = end
 
 
 def answer_length(tokens: Sequence[int], stop_ids: set[int], limit: int) -> int:

@@ -122,10 +122,10 @@ def _greedy_table(results: Results) -> str:
     taus, columns = _resampled(found), _columns(found)
     benchmarks = list(taus[columns[0]])
     rows = [[_label(b), *(with_interval(_stats.interval(taus[column][b])) for column in columns)] for b in benchmarks]
-    prompts = next(iter(next(iter(found.values())).values()))
+    answered = {benchmark: result["answered"] for (benchmark, _), _, result in results.under("acceptance/T0/")}
     return (
         "Greedy target (T = 0): block-weighted acceptance length tau with its 95 % bootstrap interval over prompts "
-        f"({', '.join(f'{_datasets.title(b)} {len(h)}' for b, h in prompts.items())}). Average is the unweighted mean of the "
+        f"({', '.join(f'{_datasets.title(b)} {answered[b]}' for b in benchmarks if b in answered)}). Average is the unweighted mean of the "
         "benchmarks, All prompts sums their blocks. Coverage is the bound for any rule over the same candidates.\n\n"
         + table(["Benchmark", *(f"{name}, {rule}" for name, rule in columns)], rows)
     )
@@ -469,8 +469,9 @@ def beside_the_paper(results: Results) -> str:
     if {"greedy", "exact"} <= greedy_exact.keys():
         rows = []
         for benchmark, (greedy, exact) in _paper.RULES_8B.items():
-            mine = [_stats.tau(np.asarray(greedy_exact[rule][benchmark])) if benchmark in greedy_exact[rule] else math.nan for rule in ("greedy", "exact")]
-            rows.append([_datasets.title(benchmark), percent(exact / greedy, 2), percent(mine[1] / mine[0], 2)])
+            tables = [greedy_exact[rule].get(benchmark) for rule in ("greedy", "exact")]
+            both = [math.nan if histograms is None else _stats.tau(np.asarray(histograms)) for histograms in tables]
+            rows.append([_datasets.title(benchmark), percent(exact / greedy, 2), percent(both[1] / both[0], 2)])
         parts.append("Change of tau from the greedy walk to the exact path, T = 0 (the paper's Table 16).\n\n" + table(["Benchmark", "Paper, 8B", "Ours"], rows))
     rows = [[name, f"{big[0]:.3f} ms, {big[1]} %", f"{small[0]:.3f} ms, {small[1]} %", "-"] for name, (big, small) in _paper.COST.items()]
     for control, found in costs(results).values():

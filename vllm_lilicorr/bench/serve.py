@@ -147,6 +147,8 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminated_as_interrupted())
         bench = _Bench(args, stack.enter_context(_scratch()), prompts, stack)
+        for one in prompts:  # a prompt that does not fit is an error before the first server starts
+            bench.dataset(one)
         for round_ in range(max(args.repeats if 0 in args.temperature else 0, len(args.seeds) if any(args.temperature) else 0)):
             todo = cells(args, prompts, round_)
             for system in systems if round_ % 2 == 0 else systems[::-1]:
@@ -270,7 +272,7 @@ class _Bench:
         count = len(prompts.conversations)
         arguments = [
             "--backend", "openai", "--base-url", server.url(""), "--endpoint", "/v1/completions", "--model", "model",
-            "--tokenizer", self.args.target, "--dataset-name", "custom", "--dataset-path", str(self._dataset(prompts)),
+            "--tokenizer", self.args.target, "--dataset-name", "custom", "--dataset-path", str(self.dataset(prompts)),
             "--skip-chat-template", "--custom-output-len", str(max_tokens), "--num-prompts", str(count), "--disable-shuffle",
             "--max-concurrency", str(concurrency), "--temperature", str(temperature), "--extra-body", json.dumps(body),
             "--disable-tqdm", *(["--ignore-eos"] if self.args.ignore_eos else []),
@@ -296,7 +298,7 @@ class _Bench:
         with contextlib.redirect_stdout(io.StringIO()):
             return asyncio.run(main_async(parser.parse_args(arguments)))
 
-    def _dataset(self, prompts: _datasets.Prompts) -> Path:
+    def dataset(self, prompts: _datasets.Prompts) -> Path:
         """Return the prompts as vLLM's client reads them, rendered by the target's chat template already."""
         from ..chat import render
         from ..target import load_tokenizer
