@@ -13,7 +13,10 @@ import pairs
 import pytest
 from engines import HERE, RELEASES, environment
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from vllm_lilicorr.model import Draft
+from vllm_lilicorr.model.checkpoint import save_draft
 from vllm_lilicorr.serving import hooks
 
 pytestmark = pytest.mark.slow
@@ -33,6 +36,11 @@ def _tensors(draft: Path, folder: Path, change: Any) -> str:
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
+
+
+def save(target: Path, folder: Path, head: str) -> Path:
+    save_draft(Draft(pairs.draft_config(target, head)), folder)
+    return folder
 
 
 def _plain(values: dict[str, Any]) -> None:
@@ -58,6 +66,12 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
     values = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 5}))
 
+    others = {name: str(save(target, root / name, name)) for name in ("dflash2", "dspark", "domino", "lilicorr-conv")}
+    wordy = shutil.copytree(target, root / "wordy")
+    tokenizer = AutoTokenizer.from_pretrained(wordy)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(wordy)
+
     def model(path: str, **more: Any) -> dict[str, Any]:
         return {"model": str(target), "speculative_config": {"model": path, **more}}
 
@@ -74,6 +88,16 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("ngram", {"model": str(target), "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         ("plain", model(_tensors(Path(_edited(draft, root / "p", _plain)), root / "plain",
                                  lambda t: [t.pop(k) for k in list(t) if k.startswith("lilicorr.")]))),
+        *((name, model(path)) for name, path in others.items()),
+        ("dspark by name", model(others["dspark"], method="dspark")),
+        ("dspark of others", model(_edited(Path(others["dspark"]), root / "o1", lambda v: v.update(dspark_draft_topk=8)),
+                                   method="dspark", num_speculative_tokens=7)),
+        ("dflash2 of others", model(_edited(Path(others["dflash2"]), root / "o2",
+                                            lambda v: v["dflash_config"].update(final_logit_softcapping=30.0)),
+                                    method="dflash", num_speculative_tokens=7)),
+        ("dspark with embedding", model(_tensors(Path(others["dspark"]), root / "o3",
+                                                 lambda t: t.update({"embed_tokens.weight": t["fc.weight"].clone()})),
+                                        method="dspark", num_speculative_tokens=7)),
         ("cli file", ["--speculative-config", str(root / "good.json")]),
         ("cli inline", ["--speculative-config", json.dumps({"model": ours})]),
         ("cli short", ["-sc", str(root / "good.json")]),
@@ -99,9 +123,16 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("missing tensor", model(_tensors(draft, root / "less", lambda t: t.pop("lilicorr.out_head.weight")))),
         ("extra tensor", model(_tensors(draft, root / "more", lambda t: t.update({"lilicorr.extra": t["norm.weight"].clone()})))),
         ("hidden head", model(_edited(draft, root / "plainhead", _plain))),
+        ("dspark lacks a tensor", model(_tensors(Path(others["dspark"]), root / "d1",
+                                                 lambda t: t.pop("markov_head.markov_w1.weight")))),
+        ("dspark of others, insisted", model(str(root / "o1"), backend="lilicorr")),
+        ("dspark walks", model(others["dspark"], path_rule="exact")),
+        ("domino stock", model(others["domino"], backend="stock")),
+        ("domino sampled", model(others["domino"], draft_sample_method="probabilistic")),
+        ("domino method", model(others["domino"], method="dspark")),
         ("convolution", model(_edited(draft, root / "conv",
                                       lambda v: v["dflash_config"].update(conv_kernel_size=2, conv_group_size=16)))),
-        ("domino", model(_edited(draft, root / "domino", lambda v: v.update(architectures=["DominoDraftModel"])))),
+        ("added vocabulary", {"model": str(wordy), "speculative_config": {"model": ours}}),
         ("missing field", model(_edited(draft, root / "field", lambda v: v["dflash_config"].pop("lilicorr_logit_scale")))),
     ]  # fmt: skip
     process = subprocess.run(
@@ -148,6 +179,20 @@ def test_the_length_limit_is_the_drafters_and_its_rotary_table_reaches_the_targe
     assert found["max_position_embeddings"] >= 256 + 8
 
 
+@pytest.mark.parametrize("head", ["dflash2", "dspark", "domino", "lilicorr-conv", "dspark by name"])
+def test_every_method_is_served_by_our_classes_with_all_its_slots(outcomes: dict[str, Any], head: str) -> None:
+    found = outcomes[head].get("ok", outcomes[head])
+    assert (found["method"], found["num_speculative_tokens"]) == ("dflash", 7)
+    assert found["architectures"] == [hooks.SERVED_ARCHITECTURE] and not found["v2"]
+
+
+@pytest.mark.parametrize("case", ["dspark of others", "dflash2 of others", "dspark with embedding"])
+def test_kinds_of_a_method_that_only_vllm_knows_are_left_to_it(outcomes: dict[str, Any], case: str) -> None:
+    # On this runner it refuses them, in its own words.
+    kind, text = outcomes[case]["error"]
+    assert kind != "UserError" and "V1" in text, text
+
+
 def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any]) -> None:
     assert outcomes["no speculation"]["ok"]["speculative"] is None
     assert outcomes["ngram"].get("ok") or "UserError" not in outcomes["ngram"]["error"][0]
@@ -179,8 +224,14 @@ def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any])
         ("missing tensor", ["lilicorr.out_head.weight"]),
         ("extra tensor", ["lilicorr.extra"]),
         ("hidden head", ["DFlashDraftModel", "silently ignore", "LiLiCorrDraftModel"]),
-        ("convolution", ["conv_kernel_size", '"backend": "stock"']),
-        ("domino", ["DominoDraftModel", "not implemented yet"]),
+        ("dspark lacks a tensor", ["markov_head.markov_w1.weight", "lacks"]),
+        ("dspark of others, insisted", ["dspark_draft_topk is 8"]),
+        ("dspark walks", ["path_rule 'exact'", "Qwen3DSparkModel", "greedy, argmax"]),
+        ("domino stock", ["DominoDraftModel", '"backend": "stock"']),
+        ("domino sampled", ["probabilistic", "DominoDraftModel", 'use "greedy"']),
+        ("domino method", ["dspark", '"dflash"']),
+        ("convolution", ["attention_conv.base_kernel", "lacks"]),
+        ("added vocabulary", ["tokenizer"]),
         ("missing field", ["lilicorr_logit_scale", "missing"]),
     ],
 )

@@ -68,7 +68,7 @@ def _phases(done: Run) -> list[tuple[str, list[int], list[int]]]:
 
 def test_our_proposer_runs_on_the_runner_that_was_asked_for(mixed: Run, combination: dict[str, Any]) -> None:
     if combination["runner"] == "v1":
-        assert mixed.result["drafter"] == "LiLiCorrProposer" and "gpu.model_runner" not in mixed.result["runner"]
+        assert mixed.result["drafter"] == "DraftProposer" and "gpu.model_runner" not in mixed.result["runner"]
     else:
         assert mixed.result["drafter"] == f"Speculator{combination['release'].replace('.', '')}"
 

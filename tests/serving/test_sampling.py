@@ -25,13 +25,26 @@ DRAWS = {"v1": 6144, "v2": 1536}
 ENVIRONMENT = {"v1": {}, "v2": {"LILICORR_PLAIN_HEAD": "1"}}
 
 
+HEADS = {"lilicorr": pairs.lilicorr_head(2), "dspark": pairs.HEADS["dspark"][0]}
+
+
 @pytest.fixture(scope="module")
 def four_tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target of four tokens and an untrained drafter: it proposes two candidates a slot, often not what the target wants."""
-    root = tmp_path_factory.mktemp("four")
+    return _four_tokens(tmp_path_factory, "lilicorr")
+
+
+@pytest.fixture(scope="module")
+def four_tokens_dspark(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return _four_tokens(tmp_path_factory, "dspark")
+
+
+def _four_tokens(factory: pytest.TempPathFactory, head: str) -> tuple[Path, Path]:
+    """A target of four tokens and an untrained drafter: it proposes (LiLiCorr's two candidates a slot, DSpark's any token)
+    often not what the target wants."""
+    root = factory.mktemp(head)
     target = pairs.make_target(root / "target", vocab=4, seed=3, sharpness=0.5)
     torch.manual_seed(4)
-    draft = Draft(pairs.draft_config(target, block_size=4, topk=2))
+    draft = Draft(pairs.draft_config(target, HEADS[head], slots=3))
     with torch.no_grad():
         for parameter in draft.parameters():
             if parameter.ndim == 2:
@@ -79,6 +92,14 @@ def _counts(done: Run) -> torch.Tensor:
 def test_emitted_tokens_are_distributed_as_the_targets(four_tokens: tuple[Path, Path], runner: str) -> None:
     done = _drawn(four_tokens, runner)
     p = _p_value(_counts(done), _expected(four_tokens[0]))
+    print(f"{runner}: {DRAWS[runner]} draws, p = {p:.3f}, tau {done.acceptance_length():.2f}")
+    assert p > ALPHA
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_so_are_dsparks_whose_proposal_is_over_the_whole_vocabulary(four_tokens_dspark: tuple[Path, Path], runner: str) -> None:
+    done = _drawn(four_tokens_dspark, runner)
+    p = _p_value(_counts(done), _expected(four_tokens_dspark[0]))
     print(f"{runner}: {DRAWS[runner]} draws, p = {p:.3f}, tau {done.acceptance_length():.2f}")
     assert p > ALPHA
 

@@ -1,6 +1,6 @@
 """From `--speculative-config` to vLLM's SpeculativeConfig: files, our keys, defaults, and every refusal that needs no weights.
 
-vLLM's configuration classes forbid unknown keys and cannot tell which method a LiLiCorr checkpoint wants, so the raw
+vLLM's configuration classes forbid unknown keys and cannot tell which method a checkpoint of ours wants, so the raw
 dictionary is read here, where it and the target's configuration are both at hand: before anything is loaded. Our own keys
 travel to the workers inside the draft's Hugging Face configuration.
 """
@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import HEAD_CONFIGS, DFlashConfig, DominoConfig, DraftConfig, LiLiCorrConfig
+from ..config import HEAD_CONFIGS, DFlashConfig, DraftConfig
 from ..errors import UserError, nearest
 from . import hooks
+from .methods import METHODS, PATH_RULES
 
 logger = logging.getLogger("vllm.vllm_lilicorr")
 
-PATH_RULES = ("greedy", "exact", "exact-normalized", "argmax")
 BACKENDS = ("lilicorr", "stock")
-SERVED_HEADS = (DFlashConfig, LiLiCorrConfig)
+# What runs the V1 proposer and the V2 speculator that ours derive from, whatever the head behind the block.
+METHOD = "dflash"
 OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS}
 
-# Options of vLLM's that mean something else to a candidate head than what they say, or nothing.
+# Options of vLLM's that mean something else to a head than what they say, or nothing.
 _REFUSED = {
-    "use_local_argmax_reduction": "drafts with an argmax per slot, which a candidate head does not",
-    "use_heterogeneous_vocab": "maps vocabularies, but candidates are drawn from the target's own",
+    "use_local_argmax_reduction": "drafts with an argmax per slot, which a head does not",
+    "use_heterogeneous_vocab": "maps vocabularies, but a drafter here has the target's own",
     "disable_padded_drafter_batch": "is not implemented by vLLM for block drafters",
 }
 
@@ -129,11 +130,11 @@ def plan(spec: Mapping[str, Any], target: Any) -> Plan | None:
     """
     spec = {_underscored(key): value for key, value in spec.items()}
     model = spec.get("model")
-    draft = _draft_config(model, spec.get("revision")) if isinstance(model, str) else None
     ours = sorted(OUR_KEYS.keys() & spec.keys())
+    draft = _draft_config(model, spec.get("revision"), bool(ours)) if isinstance(model, str) else None
     if draft is None:
         if ours:
-            names = ", ".join(head.architecture for head in SERVED_HEADS)
+            names = ", ".join(HEAD_CONFIGS)
             raise UserError(
                 f"--speculative-config: '{ours[0]}' is an option for drafters of this package ({names}), but model is {model!r}; "
                 "remove the option or name such a drafter"
@@ -142,11 +143,24 @@ def plan(spec: Mapping[str, Any], target: Any) -> Plan | None:
     if isinstance(draft.head, DFlashConfig):
         return _plain_plan(spec, draft, target)
     hooks.require_supported_vllm()
-    return _checked_plan(spec, draft, target)
+    found = _checked_plan(spec, draft, target)
+    try:
+        _check_tensors(found.stock["model"], draft)
+    except UserError as error:
+        # Drafters of others may carry their own embedding or output head, which vLLM's implementations read.
+        if ours or draft.architecture not in _SHARED_WITH_VLLM or "unknown to" not in str(error):
+            raise
+        _leave_to_vllm(error, draft.architecture)
+        return None
+    return found
 
 
-def _draft_config(model: str, revision: str | None) -> DraftConfig | None:
-    """Return the configuration of the checkpoint `model` if its architecture is one of ours."""
+def _draft_config(model: str, revision: str | None, insist: bool) -> DraftConfig | None:
+    """Return the configuration of the checkpoint `model` if it is one of ours to serve.
+
+    vLLM knows DFlash, DFlash2 and DSpark too, in more kinds than are trained here; what this package cannot read is left to it,
+    with a warning, unless the user asks for this package (`insist`) by one of its keys.
+    """
     folder = Path(model)
     if folder.is_dir():
         try:
@@ -171,18 +185,34 @@ def _draft_config(model: str, revision: str | None) -> DraftConfig | None:
     names = values.get("architectures") if isinstance(values, dict) else None
     if not isinstance(names, list) or not names or names[0] not in HEAD_CONFIGS:
         return None
-    if names[0] == DominoConfig.architecture:
-        raise UserError(f"{source}: serving {names[0]} drafters is not implemented yet; decode with vllm_lilicorr.reference")
-    if not issubclass(HEAD_CONFIGS[names[0]], SERVED_HEADS):
-        return None  # vLLM's own to serve
-    if names[0] == DFlashConfig.architecture and not (values.get("dflash_config") or {}).get("projector_type"):
-        # Plain DFlash checkpoints of others come in variants that vLLM knows and this package does not train; only a
-        # head hidden behind the plain name concerns us.
-        try:
-            return DraftConfig.from_dict(values, source)
-        except UserError:
-            return None
-    return DraftConfig.from_dict(values, source)
+    if names[0] == DFlashConfig.architecture and (values.get("dflash_config") or {}).get("projector_type"):
+        return DraftConfig.from_dict(values, source)  # a head hidden behind the plain name is an error whoever serves
+    try:
+        draft = DraftConfig.from_dict(values, source)
+        _refuse_variants(draft, values)
+    except UserError as error:
+        if insist or names[0] not in _SHARED_WITH_VLLM:
+            raise
+        if names[0] != DFlashConfig.architecture:
+            _leave_to_vllm(error, names[0])
+        return None
+    return draft
+
+
+_SHARED_WITH_VLLM = ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel")
+
+
+def _leave_to_vllm(reason: UserError, architecture: str) -> None:
+    logger.warning("%s. The drafter is left to vLLM's own implementation of %s", reason, architecture)
+
+
+def _refuse_variants(draft: DraftConfig, values: Mapping[str, Any]) -> None:
+    """Raise UserError for the kinds of a method that vLLM tells by keys this package's format does not have."""
+    method = METHODS.get(type(draft.head))
+    for key, neutral in (method.variants if method else {}).items():
+        value = (values.get("dflash_config") or {}).get(key, values.get(key))
+        if value is not None and value not in neutral:
+            raise UserError(f"{draft.source}: {key} is {json.dumps(value)}, a kind of drafter this package does not have")
 
 
 def _plain_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
@@ -191,10 +221,8 @@ def _plain_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
         refuse_hidden_head(spec["model"], draft)
     for key in OUR_KEYS.keys() & spec.keys():
         if spec.pop(key) not in ("greedy", "stock"):
-            raise UserError(
-                f"--speculative-config: {key} is an option of candidate heads, {draft.architecture} has none; remove it"
-            )
-    spec.setdefault("method", "dflash")
+            raise UserError(f"--speculative-config: {key} is an option of heads, {draft.architecture} has none; remove it")
+    spec.setdefault("method", METHOD)
     spec.setdefault("num_speculative_tokens", draft.num_slots)
     return Plan(spec, draft, "stock", "greedy")
 
@@ -208,12 +236,20 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
     unknown = [key for key in spec if key not in _known_keys() and not key.startswith("target_")]
     if unknown:
         raise UserError(f"{where}: unknown key '{unknown[0]}'{nearest(unknown[0], _known_keys())}")
+    offered = METHODS[type(draft.head)]
     backend, rule = spec.pop("backend", "lilicorr"), spec.pop("path_rule", "greedy")
-    method = spec.setdefault("method", "dflash")
-    if method != "dflash":
+    if rule not in offered.path_rules:
+        rules = ", ".join(offered.path_rules)
+        raise UserError(f"{where}: path_rule '{rule}' walks a lattice, which {draft.architecture} has not; it offers {rules}")
+    if backend == "stock" and offered.stock is None:
+        raise UserError(f'{where}: vLLM has no {draft.architecture} of its own; remove "backend": "stock"')
+    known = {METHOD, offered.stock} - {None}
+    if spec.get("method", METHOD) not in known:
+        names = " or ".join(f'"{name}"' for name in sorted(filter(None, known)))
         raise UserError(
-            f"{where}: method is '{method}', but {draft.architecture} drafts by \"dflash\"; correct it or leave it out"
+            f"{where}: method is '{spec['method']}', but {draft.architecture} drafts by {names}; correct it or leave it out"
         )
+    spec["method"] = METHOD if backend == "lilicorr" else offered.stock
 
     slots = spec.setdefault("num_speculative_tokens", draft.num_slots)
     if not isinstance(slots, int) or isinstance(slots, bool) or not 1 <= slots <= draft.num_slots:
@@ -224,21 +260,21 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
     for key, reason in _REFUSED.items():
         if spec.get(key):
             raise UserError(f"{where}: {key} {reason}; remove it")
-    if rule != "greedy" and spec.get("draft_sample_method") == "probabilistic":
+    sampled = spec.get("draft_sample_method") == "probabilistic"
+    if sampled and not offered.sampled:
+        raise UserError(
+            f'{where}: draft_sample_method "probabilistic" needs a proposal distribution, which {draft.architecture} has not; '
+            'use "greedy"'
+        )
+    if rule != "greedy" and sampled:
         raise UserError(
             f"{where}: path_rule '{rule}' picks one path and has no proposal distribution, but draft_sample_method is "
             '"probabilistic"; use path_rule "greedy" with it, or draft_sample_method "greedy"'
-        )
-    if backend == "lilicorr" and draft.conv is not None:
-        raise UserError(
-            f"{draft.source}: has a convolution in its backbone (conv_kernel_size), which is not served here yet; "
-            f'{where} with "backend": "stock" leaves it to vLLM'
         )
     if backend == "stock" and rule != "greedy":
         raise UserError(f"{where}: backend \"stock\" walks greedily only; remove path_rule '{rule}' or the backend")
 
     _check_target(draft, target)
-    _check_tensors(spec["model"], draft)
     return Plan(spec, draft, backend, rule)
 
 

@@ -29,6 +29,10 @@ SUPPORTED = ("0.32", "0.33")
 SERVED_ARCHITECTURE = "VllmLiLiCorrDraftModel"
 """The name under which vLLM finds our model class. It is not the checkpoint's: under that one vLLM finds its own head."""
 
+PASSING_ARCHITECTURES = ("DominoDraftModel", "DFlashDominoDraftModel", "DFlashQwen3DSparkModel")
+"""Names a drafter bears for a moment while vLLM builds its configuration, and under which vLLM has no model: Domino's own, and
+what the method `dflash` makes of an architecture that does not begin with its name."""
+
 
 class Symbol(NamedTuple):
     """A function of vLLM and the parameter names it had in every supported release (several where releases differ)."""
@@ -115,7 +119,7 @@ def vllm_version() -> str:
 def require_supported_vllm() -> None:
     """Raise UserError when this vLLM is no supported release, or lacks a function that our drafters rely on."""
     version = vllm_version()
-    expected = f"serving LiLiCorr drafters needs {' or '.join(SUPPORTED)}"
+    expected = f"serving drafters of vllm-lilicorr needs {' or '.join(SUPPORTED)}"
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise UserError(f"vLLM {version}: {expected}; install one of those releases")
     for symbol in (*REPLACED, *RELIED_ON):
@@ -203,9 +207,9 @@ def _replace_dflash_proposer(module: ModuleType) -> None:
         # The runner names the class it builds and tests isinstance against the same name in a dozen places; a subclass
         # chosen here satisfies all of them. Python runs the chosen class's __init__.
         if cls is stock and is_ours(vllm_config):
-            from .v1 import LiLiCorrProposer
+            from .v1 import DraftProposer
 
-            cls = LiLiCorrProposer
+            cls = DraftProposer
         return object.__new__(cls)
 
     stock.__new__ = staticmethod(build)
@@ -230,7 +234,8 @@ def _replace_init_speculator(module: ModuleType) -> None:
 
 
 def _register_model(module: ModuleType) -> None:
-    module.ModelRegistry.register_model(SERVED_ARCHITECTURE, "vllm_lilicorr.serving.model:ServedLiLiCorr")
+    for name in (SERVED_ARCHITECTURE, *PASSING_ARCHITECTURES):
+        module.ModelRegistry.register_model(name, "vllm_lilicorr.serving.model:ServedDraft")
 
 
 def is_ours(vllm_config: Any) -> bool:

@@ -1,8 +1,9 @@
-"""The model vLLM loads for a LiLiCorr checkpoint: its own DFlash drafter with this package's head beside it."""
+"""The model vLLM loads for a drafter of this package: its own DFlash backbone, the convolution where there is one, our head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +11,55 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3DecoderLayer, DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.platforms import current_platform
 
 from ..config import DraftConfig
 from ..errors import UserError
 from ..model.checkpoint import canonical_name
-from ..model.heads.lilicorr import LiLiCorrHead
+from ..model.heads import build_head
+from .conv import RowConv
 from .hooks import served_options
+
+
+def served_draft(hf_config: Any, source: str = "config.json") -> DraftConfig:
+    """Return the drafter's configuration from what the workers were given."""
+    return DraftConfig.from_dict(served_options(hf_config)["draft"], source)
+
+
+class ServedLayer(DFlashQwen3DecoderLayer):
+    """vLLM's layer; with a convolution around attention and MLP where the drafter has one (`model.backbone.DraftLayer`)."""
+
+    def __init__(self, vllm_config: VllmConfig, *, config: Any, layer_idx: int, **options: Any) -> None:
+        super().__init__(vllm_config, config=config, layer_idx=layer_idx, **options)
+        conv = served_draft(config).conv
+        self.attention_conv = RowConv(config.hidden_size, conv).requires_grad_(False) if conv else None
+        self.mlp_conv = RowConv(config.hidden_size, conv).requires_grad_(False) if conv else None
+        # A tensor, not a number: dynamic speculation changes the width between steps, and neither a compiled graph nor a
+        # captured one would see a number change.
+        self.register_buffer("block_width", torch.ones((), dtype=torch.int64), persistent=False)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(positions, hidden_states, residual)
+        if residual is None:
+            residual, x = hidden_states, self.input_layernorm(hidden_states)
+        else:
+            x, residual = self.input_layernorm(hidden_states, residual)
+        before, behind = self.attention_conv.coefficients(x).unbind(-3)
+        x = self.attention_conv.convolve_rows(x, before, self.block_width)
+        x = self.self_attn(positions=positions, hidden_states=x)
+        x = self.attention_conv.convolve_rows(x, behind, self.block_width)
+        x, residual = self.post_attention_layernorm(x, residual)
+        before, behind = self.mlp_conv.coefficients(x).unbind(-3)
+        x = self.mlp(self.mlp_conv.convolve_rows(x, before, self.block_width))
+        return self.mlp_conv.convolve_rows(x, behind, self.block_width), residual
 
 
 class ServedBackbone(DFlashQwen3Model):
     """vLLM's backbone, its context keys normed by each layer's own weight on the CPU too."""
+
+    decoder_layer_cls = ServedLayer
 
     def _normalize_context_k(self, all_k: Tensor) -> Tensor:
         if not current_platform.is_cpu():
@@ -31,37 +69,52 @@ class ServedBackbone(DFlashQwen3Model):
         return torch.stack([layer.self_attn.k_norm(k) for layer, k in zip(self.layers, all_k, strict=True)])
 
 
-class ServedLiLiCorr(DFlashQwen3ForCausalLM):
+class ServedDraft(DFlashQwen3ForCausalLM):
     """Paged context, tensor parallelism and the block's forward pass are vLLM's; `head` is the class the trainer trains."""
 
     model_cls = ServedBackbone
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.draft = DraftConfig.from_dict(served_options(self.config)["draft"], f"{self.draft_model_config.model}/config.json")
+        self.draft = served_draft(self.config, f"{self.draft_model_config.model}/config.json")
         if self.draft_id_to_target_id is not None:
             raise UserError(f"{self.draft.source}: draft_vocab_size is reduced; candidates need the target's full vocabulary")
-        self.head = LiLiCorrHead(self.draft).requires_grad_(False)
+        self.head = build_head(self.draft).requires_grad_(False)
         # The features are log-probabilities under the raw output head: no scale and no cap of the target's apply.
         self.candidate_logits = LogitsProcessor(self.config.vocab_size)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        head: dict[str, Tensor] = {}
+        own = self._own_tensors()
+        found: dict[str, Tensor] = {}
 
         def backbone() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:
                 name = canonical_name(name)
-                if name.startswith(self.head.prefix):
-                    head[name.removeprefix(self.head.prefix)] = tensor
+                # Some heads' names have no common prefix (DSpark, Domino); with one, whatever carries it is the head's.
+                if name in own or (self.head.prefix and name.startswith(self.head.prefix)):
+                    found[name] = tensor
                 else:
                     yield name, tensor
 
         super().load_weights(backbone())
-        expected = self.head.state_dict()
-        for kind, names in (("lacks", expected.keys() - head.keys()), ("holds unknown", head.keys() - expected.keys())):
+        for kind, names in (("lacks", own.keys() - found.keys()), ("holds unknown", found.keys() - own.keys())):
             if names:
-                raise UserError(f"{self.draft.source}: the checkpoint {kind} {self.head.prefix}{sorted(names)[0]}; copy it again")
-        self.head.load_state_dict(head)
+                raise UserError(f"{self.draft.source}: the checkpoint {kind} {sorted(names)[0]}; copy it again")
+        for name, tensor in found.items():
+            if tensor.shape != own[name].shape:
+                shapes = f"{list(tensor.shape)}, expected {list(own[name].shape)}"
+                raise UserError(f"{self.draft.source}: the checkpoint's {name} has shape {shapes}; copy it again")
+            own[name].copy_(tensor)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return what vLLM's loader has no part in, by its name in a checkpoint: the head's weights and the convolutions'."""
+        head = {self.head.prefix + name: tensor for name, tensor in self.head.state_dict().items()}
+        return head | {name: tensor for name, tensor in self.model.state_dict().items() if "_conv." in name}
+
+    def set_block_width(self, width: int) -> None:
+        """Say how many query rows a block has: what the convolution stops at."""
+        for layer in self.model.layers:
+            layer.block_width.fill_(width)
 
     def context_feature(self, combined: Tensor) -> Tensor:
         """Return c [..., H] from rows of `combine_hidden_states`, which stops before the norm."""
@@ -70,6 +123,10 @@ class ServedLiLiCorr(DFlashQwen3ForCausalLM):
     def shard_logits(self, slot_hidden: Tensor) -> Tensor:
         """Return [rows, C] of this rank's vocabulary shard; columns from `shard_size` on are padding."""
         return self.candidate_logits(self.lm_head, slot_hidden, skip_gather=True)
+
+    def full_logits(self, slot_hidden: Tensor) -> Tensor:
+        """Return [rows, V], gathered over the ranks: what a head over the whole vocabulary needs."""
+        return self.candidate_logits(self.lm_head, slot_hidden)
 
     @property
     def shard_size(self) -> int:

@@ -1,7 +1,7 @@
-"""The readable head behind the calls of the fused one: the module itself and the reference walk.
+"""The readable heads behind the calls of the fused ones: the module itself and the reference walk.
 
-Serving uses `FusedLiLiCorrHead`. This twin is what it is compared with, inside the engine too: LILICORR_PLAIN_HEAD=1 drafts
-with it.
+Serving uses `FusedLiLiCorrHead` and `FusedDFlash2Head`. These twins are what they are compared with, inside the engine too:
+LILICORR_PLAIN_HEAD=1 drafts with them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.heads.lilicorr import LiLiCorrHead
 from ..model.lattice import top_candidates, walk
 
 
@@ -36,11 +35,15 @@ class PlainProposal:
 
 
 class PlainHead:
-    """`FusedLiLiCorrHead`'s `candidates` and `propose` on any device, with host synchronisation and allocations."""
+    """The fused heads' `candidates` and the end of their `propose` on any device, with host synchronisation and allocations."""
 
-    def __init__(self, head: LiLiCorrHead, *, num_slots: int, **_: Any) -> None:
-        self.head, self.num_slots, self.topk = head, num_slots, head.config.candidate_topk
+    def __init__(self, head: Any, *, num_slots: int, **_: Any) -> None:
+        self.head, self.num_slots = head, num_slots
         self._found: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def topk(self) -> int:
+        raise NotImplementedError
 
     def candidates(self, logits: Tensor, *, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
         ids, log_probs = top_candidates(logits[:, :vocab_size].unflatten(0, (-1, self.num_slots)), self.topk)
@@ -52,14 +55,11 @@ class PlainHead:
     ) -> tuple[Tensor, Tensor]:
         return self.candidates(lm_head(slot_hidden.flatten(0, 1)), vocab_size=vocab_size)
 
-    def propose(
+    def _walked(
         self,
-        slot_hidden: Tensor,
-        anchor_hidden: Tensor,
-        anchor_valid: Tensor,
+        start: Tensor,
+        pair: Tensor,
         *,
-        embedding: Tensor | Callable[[Tensor], Tensor] | None = None,
-        token_embeddings: Tensor | None = None,
         rule: str = "greedy",
         temperature: Tensor | None = None,
         rows: Tensor | None = None,
@@ -70,13 +70,9 @@ class PlainHead:
         draft_logits: Tensor | None = None,
         cached_ids: Tensor | None = None,
     ) -> PlainProposal:
-        assert self._found is not None, "candidates come first"
-        ids, log_probs = self._found
-        if token_embeddings is None:
-            assert isinstance(embedding, Tensor)
-            token_embeddings = torch.nn.functional.embedding(ids, embedding)
-        start, pair = self.head(token_embeddings, log_probs, slot_hidden, anchor_hidden, anchor_valid)
-        n, slots, topk = ids.shape
+        """Return the walk of start [N, K] and pair [N, S-1, K, K] over the last candidates; options as the fused heads'."""
+        ids, log_probs = self._candidates()
+        n = len(ids)
         rows = torch.arange(n, device=ids.device) if rows is None else rows.long()
         live = rows >= 0
         at = rows.clamp_min(0)
@@ -100,6 +96,45 @@ class PlainHead:
                 draft_logits[state].scatter_(-1, ids[block], scores[block])
                 cached_ids[state] = ids[block]
         return PlainProposal(tokens, path.index, ids, log_probs, scores, one_hot if path.probs is None else path.probs)
+
+    def _candidates(self) -> tuple[Tensor, Tensor]:
+        assert self._found is not None, "candidates come first"
+        return self._found
+
+
+class PlainLiLiCorrHead(PlainHead):
+    """`FusedLiLiCorrHead`."""
+
+    @property
+    def topk(self) -> int:
+        return self.head.config.candidate_topk
+
+    def propose(
+        self,
+        slot_hidden: Tensor,
+        anchor_hidden: Tensor,
+        anchor_valid: Tensor,
+        *,
+        embedding: Tensor | None = None,
+        token_embeddings: Tensor | None = None,
+        **options: Any,
+    ) -> PlainProposal:
+        ids, log_probs = self._candidates()
+        if token_embeddings is None:
+            assert embedding is not None
+            token_embeddings = torch.nn.functional.embedding(ids, embedding)
+        return self._walked(*self.head(token_embeddings, log_probs, slot_hidden, anchor_hidden, anchor_valid), **options)
+
+
+class PlainDFlash2Head(PlainHead):
+    """`FusedDFlash2Head`."""
+
+    @property
+    def topk(self) -> int:
+        return self.head.top_k
+
+    def propose(self, slot_hidden: Tensor, anchor_ids: Tensor, **options: Any) -> PlainProposal:
+        return self._walked(*self.head(*self._candidates(), slot_hidden, anchor_ids), **options)
 
 
 def _predecessor_rows(pair: Tensor, index: Tensor) -> Tensor:

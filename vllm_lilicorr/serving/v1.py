@@ -1,8 +1,8 @@
-"""Drafting on vLLM's V1 model runner (CPU builds; a GPU with VLLM_USE_V2_MODEL_RUNNER=0): a `DFlashProposer` with a lattice.
+"""Drafting on vLLM's V1 model runner (CPU builds; a GPU with VLLM_USE_V2_MODEL_RUNNER=0): a `DFlashProposer` with our heads.
 
 The runner hands `propose` the target's hidden states and the accepted lengths of a whole batch. vLLM's proposer writes the
-context keys and runs the block; this subclass remembers the row before each anchor, and turns slot states into a path
-instead of an argmax.
+context keys and runs the block; this subclass remembers each anchor and the row before it, lays blocks out as the drafter's
+layout has them, and turns slot states into drafts by the method's head instead of an argmax.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from .head import DraftingHead
+from ..model.heads import BlockStates
 from .hooks import served_options
+from .methods import METHODS
 from .trace import Trace
 
 # Below this vLLM's V1 sampler takes a row for greedy.
@@ -50,10 +51,11 @@ def repair_cpu_sampling() -> None:
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
-class LiLiCorrProposer(DFlashProposer):
-    """Drafts along one path through each block's candidate lattice; `take_last_draft_probs` is that path's proposal."""
+class DraftProposer(DFlashProposer):
+    """Drafts by the served model's head; `take_last_draft_probs` is the distribution its sampled drafts came from."""
 
     _last_draft_probs: Tensor | None
+    num_speculative_tokens: int
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
@@ -61,17 +63,15 @@ class LiLiCorrProposer(DFlashProposer):
         options = served_options(self.draft_model_config.hf_config)
         self.rule = options["path_rule"]
         self.limit = options["max_len"]
-        self.vocab_size = vllm_config.model_config.get_vocab_size()
         # Draws of requests without a seed. Never torch's global generator: the target samples from that one, and what it
         # draws must not depend on drafting.
         seed = (vllm_config.model_config.seed or 0) ^ 0x11117C022
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self.trace = Trace.from_environment()
-        self._anchor_hidden: Tensor | None = None
+        self._anchors: tuple[Tensor, Tensor] | None = None
         self._anchor_positions: Tensor | None = None
         self._fits: Tensor | None = None
-        self._probs_buffer: Tensor | None = None
-        self._written: Tensor | None = None
+        self._width = 0
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -79,7 +79,9 @@ class LiLiCorrProposer(DFlashProposer):
             repair_cpu_sampling()
         model = self._served()
         model.check_vocabulary(target_model)
-        self.drafting = DraftingHead(model, self.max_batch_size)
+        self.shifted = model.draft.head.shifted
+        self.drafting = METHODS[type(model.draft.head)].build(model, self.max_batch_size)
+        self._set_width()
         # The runner asks whether the longest request of a batch fits and skips drafting for all of them if not, which also
         # skips writing everyone's context keys, for good. The limit is kept here instead, request by request.
         if self.runner is not None:
@@ -88,6 +90,15 @@ class LiLiCorrProposer(DFlashProposer):
     def _served(self) -> Any:
         model = self.model
         return model.unwrap() if hasattr(model, "unwrap") else model
+
+    def _set_width(self) -> int:
+        """Return the query rows of a block: the anchor and a mask a slot, or, in the shifted layout, one fewer, since the
+        anchor's own position drafts the first token. The model is told when it changes (dynamic speculation)."""
+        width = max(self.num_speculative_tokens + (0 if self.shifted else 1), 1)
+        if width != self._width:
+            self._width = width
+            self._served().set_block_width(width)
+        return width
 
     def set_inputs_first_pass(
         self,
@@ -99,18 +110,25 @@ class LiLiCorrProposer(DFlashProposer):
         cad: CommonAttentionMetadata,
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
-        num_tokens, indices, block_cad = super().set_inputs_first_pass(
-            target_token_ids, next_token_ids, target_positions, target_hidden_states, token_indices_to_sample, cad,
-            num_rejected_tokens_gpu,
-        )  # fmt: skip
-        batch = cad.batch_size()
+        batch, slots, width = cad.batch_size(), self.num_speculative_tokens, self._set_width()
+        try:
+            # vLLM lays out an anchor and a mask a draft. A shifted block of as many rows has one draft more.
+            self.num_speculative_tokens = width - 1
+            num_tokens, indices, block_cad = super().set_inputs_first_pass(
+                target_token_ids, next_token_ids, target_positions, target_hidden_states, token_indices_to_sample, cad,
+                num_rejected_tokens_gpu,
+            )  # fmt: skip
+        finally:
+            self.num_speculative_tokens = slots
+        if self.shifted:
+            indices = self.arange[: batch * slots]
         last = cad.query_start_loc[1 : batch + 1].long() - 1
         if num_rejected_tokens_gpu is not None:
             last = last - num_rejected_tokens_gpu[:batch]
         positions = target_positions[0] if target_positions.ndim > 1 else target_positions
         self._anchor_positions = positions[last] + 1
         # Combined features stop before the norm (vLLM fuses it into the context keys); the head's anchor is behind it.
-        self._anchor_hidden = self._served().context_feature(target_hidden_states[last])
+        self._anchors = self._served().context_feature(target_hidden_states[last]), next_token_ids[:batch].long()
         self._withhold_past_limit(cad, block_cad, batch)
         return num_tokens, indices, block_cad
 
@@ -120,7 +138,7 @@ class LiLiCorrProposer(DFlashProposer):
         They write no keys and attend to their context only, so that neither the block table nor another request's keys
         are touched; what they compute is not used.
         """
-        width = 1 + self.num_speculative_tokens
+        width = self._width
         # The runner's maximum can shrink after the proposer is built (automatic fitting to the memory).
         longest = self.max_model_len if self.runner is None else self.runner.max_model_len
         limit = min(self.limit, longest)
@@ -145,36 +163,20 @@ class LiLiCorrProposer(DFlashProposer):
         slots = self.num_speculative_tokens
         slot_hidden = hidden_states.unflatten(0, (-1, slots))
         batch = len(slot_hidden)
-        assert self._anchor_hidden is not None
+        assert self._anchors is not None
         # Every row has at least one token behind its anchor: the runner schedules no request without one.
         valid = torch.ones(batch, dtype=torch.bool, device=hidden_states.device)
+        block = BlockStates(slot_hidden, self._anchors[0], valid, self._anchors[1])
         sampled = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         if not sampled:
-            self._proposal = self.drafting.propose(slot_hidden, self._anchor_hidden, valid, self.rule)
+            self._proposal = self.drafting.propose(block, self.rule)
             return self._proposal.tokens.flatten(), None
         temperature = sampling_metadata.temperature
         assert temperature is not None
         temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature).float()
         uniforms = self._uniforms(batch, slots, sampling_metadata.generators)
-        self._proposal = self.drafting.propose(
-            slot_hidden, self._anchor_hidden, valid, "sampled", temperature=temperature, uniforms=uniforms
-        )
-        return self._proposal.tokens.flatten(), self._dense(self._proposal).flatten(0, 1)
-
-    def _dense(self, proposal: Any) -> Tensor:
-        """Return the proposal as [batch, slots, V], zero off the candidates, in a buffer the next step overwrites.
-
-        The runner hands it to the verifier before it drafts again. Only what was written is cleared: wiping the whole
-        vocabulary for every slot of every step would take longer than the head.
-        """
-        batch, slots = proposal.tokens.shape
-        buffer = self._probs_buffer
-        if buffer is None or len(buffer) < batch or buffer.shape[1] != slots:
-            buffer = self._probs_buffer = proposal.probs.new_zeros(batch, slots, self.vocab_size)
-        elif self._written is not None:
-            buffer[: len(self._written)].scatter_(-1, self._written, 0.0)
-        self._written = proposal.ids.clone()
-        return buffer[:batch].scatter_(-1, proposal.ids, proposal.probs)
+        self._proposal = self.drafting.propose(block, "sampled", temperature=temperature, uniforms=uniforms)
+        return self._proposal.tokens.flatten(), self.drafting.dense(self._proposal).flatten(0, 1)
 
     def _uniforms(self, batch: int, slots: int, seeded: dict[int, torch.Generator]) -> Tensor:
         """Return draws [batch, slots]: of a seeded request a function of its seed and the anchor's position alone."""
@@ -246,10 +248,11 @@ class LiLiCorrProposer(DFlashProposer):
     ) -> None:
         super().dummy_run(num_tokens, use_cudagraphs, is_graph_capturing, slot_mappings)
         # Memory profiling must see the head and its candidates too.
-        batch = max(1, min(self.max_batch_size, num_tokens // (1 + self.num_speculative_tokens)))
-        width = self._served().draft.hidden_size
-        hidden = torch.zeros(batch, self.num_speculative_tokens, width, dtype=self.dtype, device=self.device)
-        self.drafting.propose(hidden, hidden[:, 0], torch.ones(batch, dtype=torch.bool, device=self.device), self.rule)
+        batch = max(1, min(self.max_batch_size, num_tokens // self._width))
+        hidden_size = self._served().draft.hidden_size
+        hidden = torch.zeros(batch, self.num_speculative_tokens, hidden_size, dtype=self.dtype, device=self.device)
+        valid, ids = (torch.ones(batch, dtype=kind, device=self.device) for kind in (torch.bool, torch.int64))
+        self.drafting.propose(BlockStates(hidden, hidden[:, 0], valid, ids), self.rule)
 
     def _record(self, drafts: Tensor, widths: Tensor, rejected: Tensor | None) -> None:
         assert self.trace is not None and self._anchor_positions is not None

@@ -1,4 +1,4 @@
-"""Drafting on vLLM's V2 model runner (a GPU; on a CPU with interpreted Triton): a `DFlashSpeculator` with a lattice.
+"""Drafting on vLLM's V2 model runner (a GPU; on a CPU with interpreted Triton): a `DFlashSpeculator` with our heads.
 
 On a GPU the runner captures `_prepare_graph_forward` and `_generate_draft` in one FULL CUDA graph. So whatever they do here has
 static shapes and addresses, reads nothing back to the host, and is inert for padded rows: those have request state -1, and the
@@ -19,40 +19,46 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from ..errors import UserError
-from .head import DraftingHead
+from ..model.heads import BlockStates
+from .head import Observer, Step
 from .hooks import served_options
+from .methods import METHODS
+from .model import served_draft
 from .trace import Trace
 
 
-class LiLiCorrSpeculator(DFlashSpeculator):
-    """Drafts along one path through each block's candidate lattice; `draft_logits` holds that path's proposal."""
+class DraftSpeculator(DFlashSpeculator):
+    """Drafts by the served model's head; `draft_logits` holds the proposal of its sampled drafts."""
 
-    _speculator_name = "LiLiCorr"
+    _speculator_name = "vllm-lilicorr"
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         if getattr(vllm_config, "watermark_config", None) is not None:
-            raise UserError("watermarking cannot be combined with a LiLiCorr drafter: its walk draws no watermark; remove one")
+            raise UserError("watermarking cannot be combined with a drafter of vllm-lilicorr: it draws no watermark; remove one")
         super().__init__(vllm_config, device)
         options = served_options(self.draft_model_config.hf_config)
         self.limit = options["max_len"]
         probabilistic = self.draft_logits is not None
         self.rule = "sampled" if probabilistic else options["path_rule"]
-        topk = options["draft"]["dflash_config"]["lilicorr_candidate_topk"]
-        slots, rows = self.num_speculative_steps, self.max_num_reqs
-        self.cached_ids = torch.zeros(rows, slots, topk, dtype=torch.int64, device=device) if probabilistic else None
-        self.anchor_hidden = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
-        self.anchor_valid = torch.zeros(rows, dtype=torch.bool, device=device)
+        # In the shifted layout the anchor's position drafts the first token, and a block has one row fewer.
+        self.sample_from_anchor = served_draft(self.draft_model_config.hf_config).head.shifted
+        self.num_query_per_req = self.num_speculative_steps + (0 if self.sample_from_anchor else 1)
+        self.anchor_hidden = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
+        self.anchor_valid = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         self.trace = Trace.from_environment()
         self._proposal: Any = None
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
-        # The walk writes the K candidates of a slot and nothing else, in the precision it drew in.
+        # In the precision it was drawn in. A walk writes the K candidates of a slot and nothing else.
         return torch.float32, -float("inf")
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         model = super().load_draft_model(target_model, target_attn_layer_names)
         model.check_vocabulary(target_model)
-        self.drafting = DraftingHead(model, self.max_num_reqs)
+        self.drafting = METHODS[type(model.draft.head)].build(model, self.max_num_reqs)
+        model.set_block_width(self.num_query_per_req)
+        # vLLM estimates acceptance from scores where no head was trained to say it.
+        self.use_acceptance_estimator = self.enable_adaptive_verification and not self.drafting.has_confidence
         return model
 
     def _publish_anchor(self, num_reqs: int, query_start_loc: Tensor, num_rejected: Tensor) -> None:
@@ -66,6 +72,8 @@ class LiLiCorrSpeculator(DFlashSpeculator):
     def _past_limit(self, num_reqs: int) -> Tensor:
         """Return [num_reqs] bool: the block's last position lies at or past the drafter's limit (or the target's)."""
         last = self.sample_pos[: num_reqs * self.num_speculative_steps].view(num_reqs, -1)[:, -1]
+        if self.sample_from_anchor:
+            last = last - 1  # a row drafts the token behind it
         # vLLM's maximum can shrink after the speculator is built (automatic fitting to the memory).
         return last >= min(self.limit, self.max_model_len)
 
@@ -88,15 +96,27 @@ class LiLiCorrSpeculator(DFlashSpeculator):
                 queries = self.block_tables.slot_mappings[group, : num_reqs * self.num_query_per_req].view(num_reqs, -1)
                 queries.masked_fill_(past[:, None], PAD_SLOT_ID)
         hidden = self._run_model(num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
-        self._proposal = self.drafting.propose(
+        anchor_ids = self.input_buffers.input_ids[: num_reqs * self.num_query_per_req].view(num_reqs, -1)[:, 0]
+        block = BlockStates(
             hidden[self.sample_indices[:count]].view(num_reqs, slots, -1),
             self.anchor_hidden[:num_reqs],
             self.anchor_valid[:num_reqs],
-            self.rule,
+            anchor_ids.long(),
+        )
+        adaptive = self.enable_adaptive_verification
+        step = Step(
             # The verifier checks a fixed number of drafts. A withheld row proposes the mask token with certainty: the target
             # never produces it, and what it does produce is distributed as without drafts.
             withheld=past,
             null_token=self.parallel_drafting_token_id,
+            observe=self._observe(num_reqs) if self.use_acceptance_estimator else None,
+            confidence_out=self.draft_token_confidence_probs if adaptive and self.drafting.has_confidence else None,
+            use_fp64=self.use_fp64_gumbel,
+        )
+        self._proposal = self.drafting.propose(
+            block,
+            self.rule,
+            step,
             rows=self.sample_idx_mapping[:count].view(num_reqs, slots)[:, 0],
             temperature=self.temperature,
             seeds=self.seeds,
@@ -104,12 +124,20 @@ class LiLiCorrSpeculator(DFlashSpeculator):
             positions=self.sample_pos[:count].view(num_reqs, slots) - 1,
             tokens_out=self.draft_tokens,
             draft_logits=self.draft_logits,
-            cached_ids=self.cached_ids,
         )
-        if self.enable_adaptive_verification:
-            self._maybe_predict_acceptance(
-                self._proposal.scores.flatten(0, 1), self.sample_idx_mapping[:count], self.sample_col[:count]
-            )
+
+    def _observe(self, num_reqs: int) -> Observer:
+        """Return what hands vLLM's acceptance estimator the scores that decided, before temperature."""
+        slots = self.num_speculative_steps
+        rows = self.sample_idx_mapping[: num_reqs * slots]
+
+        def observe(scores: Tensor, slot: int | None) -> None:
+            if slot is None:
+                self._maybe_predict_acceptance(scores, rows, self.sample_col[: len(rows)])
+            else:
+                self._maybe_predict_acceptance(scores, rows.view(num_reqs, slots)[:, slot], self.sample_col[slot])
+
+        return observe
 
     def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Tensor:
         """Return drafts [num_reqs, slots]; arguments as vLLM's."""
@@ -135,14 +163,14 @@ class LiLiCorrSpeculator(DFlashSpeculator):
         )
 
 
-class Speculator032(LiLiCorrSpeculator):
+class Speculator032(DraftSpeculator):
     """vLLM 0.32: the anchor is published eagerly, before the graph is replayed."""
 
     def prepare_context_anchor(self, input_batch: Any, num_rejected: Tensor) -> None:
         self._publish_anchor(input_batch.num_reqs, input_batch.query_start_loc, num_rejected)
 
 
-class Speculator033(LiLiCorrSpeculator):
+class Speculator033(DraftSpeculator):
     """vLLM 0.33: the anchor is published inside the graph, from a count of rejections at a fixed address."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -154,7 +182,7 @@ class Speculator033(LiLiCorrSpeculator):
         self._publish_anchor(num_reqs, query_start_loc, num_rejected)
 
 
-def build_speculator(vllm_config: VllmConfig, device: torch.device) -> LiLiCorrSpeculator:
+def build_speculator(vllm_config: VllmConfig, device: torch.device) -> DraftSpeculator:
     """Return the speculator for the installed release."""
     inside_graph = "query_start_loc" in inspect.signature(DFlashSpeculator.prepare_context_anchor).parameters
     return (Speculator033 if inside_graph else Speculator032)(vllm_config, device)

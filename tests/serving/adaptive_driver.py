@@ -1,0 +1,79 @@
+"""Runs one drafting step of the V2 speculator around each head, with vLLM's own acceptance estimator: for `test_adaptive.py`.
+
+No engine: the backbone's pass is replaced by random states. stdout: one `RESULT` line, {head: {predicted, and what decided}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+ROWS = 8
+
+
+def main() -> None:
+    os.environ["LILICORR_PLAIN_HEAD"] = "1"
+    import interpreted
+
+    interpreted.enable()
+    import torch
+    from test_drafting import BLOCKS, HEADS, HIDDEN, SLOTS, Served
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    from vllm_lilicorr.serving.v2 import DraftSpeculator
+
+    def step(name: str) -> dict[str, Any]:
+        served = Served(name)
+        drafting = served.drafting()
+        shifted = served.draft.head.shifted
+        width = SLOTS + (0 if shifted else 1)
+        rows = torch.tensor([3, 1, -1, 0, 5])
+        states = torch.randn(BLOCKS, width, HIDDEN)
+        ids = torch.randint(0, 96, (BLOCKS, width))
+        speculator: Any = DraftSpeculator.__new__(DraftSpeculator)
+        sampled = torch.arange(BLOCKS * width).view(BLOCKS, width)[:, width - SLOTS :]
+        vars(speculator).update(
+            num_speculative_steps=SLOTS, num_query_per_req=width, sample_from_anchor=shifted, limit=1000, max_model_len=1000,
+            draft_kv_cache_group_ids=[], drafting=drafting, rule="greedy", parallel_drafting_token_id=96, use_fp64_gumbel=False,
+            sample_indices=sampled.flatten(), sample_pos=torch.arange(1, SLOTS + 1).repeat(BLOCKS) + 10,
+            sample_idx_mapping=rows.repeat_interleave(SLOTS), sample_col=torch.arange(SLOTS, dtype=torch.int32).repeat(BLOCKS),
+            input_buffers=SimpleNamespace(input_ids=ids.flatten().int()), anchor_hidden=served.block.anchor_hidden,
+            anchor_valid=served.block.anchor_valid, temperature=torch.full((ROWS,), 0.7), seeds=torch.arange(ROWS),
+            draft_tokens=torch.zeros(ROWS, SLOTS, dtype=torch.int64), draft_logits=None, enable_adaptive_verification=True,
+            use_acceptance_estimator=not drafting.has_confidence, draft_token_confidence_probs=torch.full((ROWS, SLOTS), -1.0),
+            acceptance_estimator=OnlineAcceptanceEstimator(ROWS, SLOTS, torch.device("cpu")),
+            _run_model=lambda *_: states.flatten(0, 1),
+        )  # fmt: skip
+        seen: dict[int | None, torch.Tensor] = {}
+        predict = speculator._maybe_predict_acceptance
+
+        def watched(scores: torch.Tensor, *args: Any) -> None:
+            seen[len(seen)] = scores.clone()
+            predict(scores, *args)
+
+        speculator._maybe_predict_acceptance = watched
+        speculator._generate_draft(BLOCKS, BLOCKS * width, None, None, None)
+        result = {"rows": rows.tolist(), "predicted": speculator.draft_token_confidence_probs.tolist()}
+        if drafting.has_confidence:
+            previous = torch.cat((ids[:, :1], speculator.draft_tokens[:BLOCKS, :-1]), 1)
+            hidden = states[:, width - SLOTS :]
+            live = rows >= 0
+            result["confidence"] = served.head.confidence(hidden[live], previous[live]).tolist()
+        else:
+            one = len(seen) == 1
+            scores = seen[0].unflatten(0, (BLOCKS, SLOTS)) if one else torch.stack([seen[s] for s in range(SLOTS)], 1)
+            result["scores"] = scores.tolist()
+        return result
+
+    print("RESULT " + json.dumps({name: step(name) for name in HEADS}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The demo: what it prints, what it leaves behind, what it says when something is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engines import environment, one_engine
+
+from vllm_lilicorr import demo
+from vllm_lilicorr.demo import Agreement, Answer, Run
+from vllm_lilicorr.errors import UserError
+
+
+def run(name: str, seconds: float, drafts: float, accepted: float) -> Run:
+    answers = [Answer(kind, [1], [5] * 40, seconds) for kind in ("maths", "chat")]
+    return Run(name, answers, {"maths": drafts, "chat": drafts}, {"maths": accepted, "chat": accepted / 2})
+
+
+def test_the_table_takes_every_ratio_to_the_run_without_drafts() -> None:
+    text = demo.report([run("LiLiCorr", 2.0, 20, 20), run("no drafts", 3.0, 0, 0)], [Agreement(2, 1, 1)])
+    ours, plain = text.splitlines()[2:4]
+    # 40 tokens in 2 s against 3 s; (40 + 30) / 40 tokens a step, each of which takes 1.75 / 1.5 of a plain one.
+    assert ours.split() == ["LiLiCorr", *"20.0 1.50x 1.50x 1.50x 1.75 1.17x yes (1 of 2, 1 part at a near-tie)".split()]
+    assert plain.split() == ["no", "drafts", *"13.3 1.00x 1.00x 1.00x 1.00x".split()]
+    assert "NO (1 of 2)" in demo.report([run("LiLiCorr", 2.0, 20, 20), run("no drafts", 3.0, 0, 0)], [Agreement(2, 1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "x"], "--target and --draft belong together"),
+        (["--limit", "0"], "--limit: must be at least 1"),
+        (["--target", "nothing", "--draft", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_run_is_said_before_a_server_starts(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        demo.main(arguments)
+
+
+def command(pair: tuple[Path, Path], prompts: Path, *options: str) -> list[str]:
+    prompts.write_text("\n".join(json.dumps({"turns": [text]}) for text in ("abc", "What is it?", "0123456789")) + "\n")
+    models = ["--target", str(pair[0]), "--draft", str(pair[1]), "--max-model-len", "256", "--prompts", str(prompts)]
+    return [sys.executable, "-m", "vllm_lilicorr.demo", *models, *options]
+
+
+def servers_of(group: int) -> list[str]:
+    """Return the command lines of live processes that descend from, or were started in a session by, the demo."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (process / "environ").read_bytes()
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"DEMO_UNDER_TEST={group}".encode() in variables.split(b"\0") and line:
+            found.append(line)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    environ = {**environment(), "DEMO_UNDER_TEST": "1"}
+    with one_engine():
+        done = subprocess.run(
+            command(pair, tmp_path / "few.jsonl", "--max-tokens", "24", "--json", f"{tmp_path}/out.json"),
+            capture_output=True, text=True, env=environ, timeout=600,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^LiLiCorr .* yes \(\d of 3", done.stdout, re.M), done.stdout
+    assert re.search(r"^head off .* yes \(\d of 3", done.stdout, re.M), done.stdout
+    runs = {run["name"]: run for run in json.loads((tmp_path / "out.json").read_text())}
+    assert runs["LiLiCorr"]["accepted"]["few"] > 0 and not runs["no drafts"]["drafts"]["few"]
+    assert not servers_of(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ctrl_c_leaves_no_process(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    environ = {**environment(), "DEMO_UNDER_TEST": "2"}
+    with one_engine():
+        process = subprocess.Popen(
+            command(pair, tmp_path / "few.jsonl"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        )
+        deadline = time.monotonic() + 120
+        while len(servers_of(2)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert len(servers_of(2)) >= 2, "no server was started"
+        time.sleep(5)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=90)
+    assert process.returncode == 130, errors[-2000:]
+    assert "Traceback" not in errors
+    assert not servers_of(2)

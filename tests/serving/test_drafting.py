@@ -1,0 +1,228 @@
+"""What drafts behind the runners, method by method, without an engine: the drafts are the readable head's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pairs
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_lilicorr.config import DraftConfig
+from vllm_lilicorr.model import BlockStates, TargetVocabulary
+from vllm_lilicorr.model.backbone import GroupedConv
+from vllm_lilicorr.model.heads import build_head
+from vllm_lilicorr.near_tie import Comparison
+from vllm_lilicorr.serving.conv import RowConv
+from vllm_lilicorr.serving.head import DraftingHead, Step
+from vllm_lilicorr.serving.methods import METHODS
+from vllm_lilicorr.serving.sequential import draw_uniform
+
+HIDDEN, VOCAB, BLOCKS, SLOTS = 48, 97, 5, 6
+HEADS = [name for name in pairs.HEADS if name not in ("dflash", "lilicorr-conv")]
+RULES = [(name, rule) for name in HEADS for rule in METHODS[type(pairs.HEADS[name][0])].path_rules]
+SAMPLED = [name for name in HEADS if METHODS[type(pairs.HEADS[name][0])].sampled]
+LATTICES = [name for name in HEADS if "exact" in METHODS[type(pairs.HEADS[name][0])].path_rules]
+
+
+class Served:
+    """The served model of one rank: a target's vocabulary and a random head."""
+
+    tp_size, shard_size = 1, VOCAB
+    config = SimpleNamespace(vocab_size=VOCAB)
+
+    def __init__(self, name: str) -> None:
+        head, conv = pairs.HEADS[name]
+        self.draft = DraftConfig(
+            hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+            intermediate_size=32, vocab_size=VOCAB, rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e4,
+            attention_bias=False, block_size=8, num_target_layers=4, mask_token_id=96, target_layer_ids=(1,), head=head,
+            conv=conv,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.head = build_head(self.draft).requires_grad_(False).eval()
+        for parameter in self.head.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+        self.vocabulary = TargetVocabulary(torch.randn(VOCAB, HIDDEN), 0.4 * torch.randn(VOCAB, HIDDEN))
+        self.block = BlockStates(
+            torch.randn(BLOCKS, SLOTS, HIDDEN), torch.randn(BLOCKS, HIDDEN), torch.arange(BLOCKS) > 0,
+            torch.randint(0, VOCAB, (BLOCKS,)),
+        )  # fmt: skip
+
+    def drafting(self) -> DraftingHead:
+        return METHODS[type(self.draft.head)].build(self, 8)
+
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        return self.vocabulary.logits(hidden)
+
+    full_logits = shard_logits
+
+    def plain_embedding(self) -> Tensor:
+        return self.vocabulary.embedding
+
+    def embed_candidates(self, ids: Tensor) -> Tensor:
+        return self.vocabulary.embed(ids)
+
+    def reference(self, rule: str) -> Any:
+        return self.head.propose(self.block, self.vocabulary, rule)
+
+
+@pytest.fixture(params=["fused", "plain"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LILICORR_PLAIN_HEAD", "1" if request.param == "plain" else "0")
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES)
+def test_drafts_are_the_readable_heads(name: str, rule: str, layout: str) -> None:
+    served = Served(name)
+    expected, found = served.reference(rule), served.drafting().propose(served.block, rule)
+    tally = Comparison()
+    for block in range(BLOCKS):
+        margins = [float(expected.margin[block])] * SLOTS
+        tally.add(f"block {block}", expected.tokens[block].tolist(), found.tokens[block].tolist(), margins)
+    tally.check()
+    assert tally.compared > SLOTS * (BLOCKS - 2)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_correlating_head_drafts_otherwise_than_argmax(name: str) -> None:
+    served = Served(name)
+    drafting = served.drafting()
+    greedy = drafting.propose(served.block, "greedy").tokens.clone()
+    assert not torch.equal(greedy, drafting.propose(served.block, "argmax").tokens)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(name: str, layout: str) -> None:
+    served = Served(name)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.0])
+    torch.manual_seed(1)
+    drafting = served.drafting()
+    proposal = drafting.propose(served.block, "sampled", temperature=temperature, uniforms=torch.rand(BLOCKS, SLOTS))
+    probs = drafting.dense(proposal)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(BLOCKS, SLOTS))
+    taken = probs.gather(-1, proposal.tokens[..., None])[..., 0]
+    assert bool((taken > 0).all())
+    greedy = temperature == 0
+    assert bool((taken[greedy] == 1).all())
+    assert torch.equal(proposal.tokens[greedy], served.reference("greedy").tokens[greedy])
+    # The first slot's distribution does not depend on what was drawn: the reference's, at the same temperature.
+    expected = served.head.propose(served.block, served.vocabulary, "sampled", temperature, torch.Generator().manual_seed(0))
+    dense = torch.zeros(BLOCKS, SLOTS, VOCAB).scatter_(-1, expected.candidate_ids, expected.probs)
+    torch.testing.assert_close(probs[:, 0], dense[:, 0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_second_step_leaves_nothing_of_the_first_in_the_distribution(name: str) -> None:
+    served = Served(name)
+    drafting, one = served.drafting(), torch.ones(BLOCKS)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        block = BlockStates(torch.randn(BLOCKS, SLOTS, HIDDEN), *(getattr(served.block, f) for f in FIELDS))
+        probs = drafting.dense(drafting.propose(block, "sampled", temperature=one, uniforms=torch.rand(BLOCKS, SLOTS)))
+        torch.testing.assert_close(probs.sum(-1), torch.ones(BLOCKS, SLOTS))
+
+
+FIELDS = ("anchor_hidden", "anchor_valid", "anchor_ids")
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("rule", ["greedy", "argmax"])
+def test_a_withheld_block_proposes_the_mask_token_alone(name: str, rule: str, layout: str) -> None:
+    served = Served(name)
+    withheld = torch.tensor([False, True, False, False, True])
+    free = served.drafting().propose(served.block, rule).tokens.clone()
+    tokens = served.drafting().propose(served.block, rule, Step(withheld=withheld, null_token=96)).tokens
+    assert bool((tokens[withheld] == 96).all())
+    assert torch.equal(tokens[~withheld], free[~withheld])
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_withheld_blocks_distribution_is_the_mask_tokens(name: str, layout: str) -> None:
+    served, one = Served(name), torch.ones(BLOCKS)
+    drafting = served.drafting()
+    step = Step(withheld=torch.arange(BLOCKS) == 2, null_token=96)
+    proposal = drafting.propose(served.block, "sampled", step, temperature=one, uniforms=torch.rand(BLOCKS, SLOTS))
+    assert proposal.tokens[2].tolist() == [96] * SLOTS
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_padded_blocks_write_no_tokens(name: str, layout: str) -> None:
+    served = Served(name)
+    out = torch.full((8, SLOTS), -7)
+    rows = torch.tensor([3, -1, 0, 5, -1])
+    tokens = served.drafting().propose(served.block, "greedy", rows=rows, tokens_out=out).tokens
+    live = rows >= 0
+    assert torch.equal(out[:BLOCKS][live], tokens[live])
+    assert bool((out[:BLOCKS][~live] == -7).all()) and bool((out[BLOCKS:] == -7).all())
+
+
+@pytest.mark.parametrize("name", LATTICES)
+def test_the_verifiers_table_holds_the_scores_of_the_candidates_and_nothing_else(name: str, layout: str) -> None:
+    served = Served(name)
+    table = torch.full((8, SLOTS, VOCAB), -torch.inf)
+    rows, temperature = torch.tensor([3, -1, 0, 5, 1]), torch.ones(8)
+    drafting = served.drafting()
+    for seed in (0, 1):
+        options = {"seeds": torch.arange(8) + seed, "positions": torch.arange(SLOTS).expand(BLOCKS, -1)}
+        proposal = drafting.propose(
+            served.block, "sampled", rows=rows, temperature=temperature, draft_logits=table, tokens_out=None, **options
+        )
+    live = rows >= 0
+    expected = torch.full((BLOCKS, SLOTS, VOCAB), -torch.inf).scatter_(-1, proposal.ids, proposal.scores)
+    assert torch.equal(table[rows[live]], expected[live])
+    assert bool((table[[2, 4, 6, 7]] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_scores_that_decided_are_shown_to_the_observer(name: str, layout: str) -> None:
+    served = Served(name)
+    seen: dict[int | None, Tensor] = {}
+    step = Step(observe=lambda scores, slot: seen.update({slot: scores.clone()}))
+    proposal = served.drafting().propose(served.block, "greedy", step)
+    if None in seen:
+        assert torch.equal(seen[None].unflatten(0, (BLOCKS, SLOTS)).argmax(-1), proposal.index)
+    else:
+        assert torch.equal(torch.stack([seen[slot] for slot in range(SLOTS)], 1).argmax(-1), proposal.tokens)
+
+
+def test_dsparks_confidence_is_written_where_it_is_asked_for() -> None:
+    served = Served("dspark")
+    out = torch.full((8, SLOTS), -1.0)
+    drafting = served.drafting()
+    assert drafting.has_confidence
+    tokens = drafting.propose(served.block, "greedy", Step(confidence_out=out)).tokens
+    previous = torch.cat((served.block.anchor_ids[:, None], tokens[:, :-1]), 1)
+    torch.testing.assert_close(out[:BLOCKS], served.head.confidence(served.block.slot_hidden, previous))
+    assert bool((out[BLOCKS:] == -1).all())
+
+
+def test_a_draw_falls_where_the_cumulative_distribution_passes_it() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    logits = probs.log().expand(1000, -1)
+    uniforms = (torch.arange(1000) + 0.5) / 1000
+    tokens, found = draw_uniform(logits, torch.ones(1000), uniforms)
+    torch.testing.assert_close(found[0], probs)
+    assert torch.bincount(tokens, minlength=6).tolist() == [0, 250, 0, 500, 250, 0]
+    lowest, _ = draw_uniform(logits[:1], torch.ones(1), torch.zeros(1))
+    highest, _ = draw_uniform(logits[:1], torch.ones(1), torch.tensor([1 - 2**-24]))
+    assert (lowest.item(), highest.item()) == (1, 4)
+
+
+@pytest.mark.parametrize(("width", "taps"), [(8, 2), (7, 3), (1, 2)])
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_a_convolution_over_rows_is_the_one_over_blocks(width: int, taps: int, padding: int) -> None:
+    torch.manual_seed(0)
+    conv = RowConv(HIDDEN, pairs.ConvConfig(taps, 16)).requires_grad_(False)
+    for parameter in conv.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    x = torch.randn(BLOCKS * width + padding, HIDDEN)
+    x[BLOCKS * width :] = torch.nan
+    before, behind = conv.coefficients(x).unbind(-3)
+    rows = conv.convolve_rows(x, before, torch.tensor(width))[: BLOCKS * width]
+    blocks = x[: BLOCKS * width].unflatten(0, (1, BLOCKS, width))
+    expected = GroupedConv.convolve(conv, blocks, before[: BLOCKS * width].unflatten(0, (1, BLOCKS, width)))
+    assert torch.equal(rows, expected.flatten(0, 2))
