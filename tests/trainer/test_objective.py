@@ -221,7 +221,7 @@ SLOW = {
 
 @pytest.mark.parametrize(("head", "loss"), [(head, loss) for head in OBJECTIVES for loss in OBJECTIVES[head].losses])
 def test_loss_and_gradients_equal_explicit_loops_over_blocks_and_slots(head, loss):
-    objective, *data = problem(head, loss=loss)
+    objective, *data = problem(head, seed=7, loss=loss)  # LiLiCorr's oracle prefixes then reach a pair
     value, sums = objective(collate(*data, 64), STEP)
     value.backward()
     ours = {name: p.grad.clone() for name, p in objective.named_parameters() if p.grad is not None}
