@@ -107,6 +107,10 @@ def test_positions_sum_to_the_accepted_drafts(full):
 def test_speed_ups_are_medians_of_ratios_within_a_round(full):
     runs = report.grids(full)["bench"]
     assert report.speed_up(runs["T0", "gsm8k", 1], "lilicorr") == pytest.approx(1.5)
+    served(full, "drift/gsm8k/1", "none", 100, 50, 80)
+    served(full, "drift/gsm8k/1", "lilicorr", 150, 80, 96, tau=2.0)
+    drift = report.grids(full)["drift"]["T0", "gsm8k", 1]
+    assert report.speed_up(drift, "lilicorr") == pytest.approx(1.5)  # of 1.5, 1.6 and 1.2; the medians' ratio is 1.2
     assert report.floor(runs) == 0.01
 
 

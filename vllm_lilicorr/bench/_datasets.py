@@ -163,7 +163,7 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise _Missing("needs the package `datasets` (pip install 'vllm-lilicorr[bench]'), or a folder given with --prompts-dir") from None
+        raise _Missing("needs the package datasets (pip install datasets), or a folder given with --prompts-dir") from None
     try:
         if source.files:
             files = [_HUB.format(source.hub, file) for file in source.files]

@@ -282,7 +282,7 @@ def serve_tables(results: Results) -> str:
         null = sum(not math.isnan(speed_up(cell, AGAIN)) for cell in runs.values())
         parts.append(
             f"### Grid `{grid}`\n\nMedians over {_span(rounds)} round{'s' * (max(rounds) > 1)}. Noise floor "
-            f"{100 * band:.1f} %: no speculation against itself in {null} cells, at least {100 * _stats.LEAST_FLOOR:.0f} % as in the paper. "
+            f"{100 * band:.1f} %: no speculation against itself in {null} cell{'s' * (null != 1)}, at least {100 * _stats.LEAST_FLOOR:.0f} % as in the paper. "
             "Bold is the fastest, italics are ties with it.\n\n" + _verdict(runs, systems, band)
         )
         for temperature in dict.fromkeys(cell[0] for cell in runs):

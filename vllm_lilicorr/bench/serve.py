@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import contextlib
 import io
 import json
@@ -291,6 +292,7 @@ class _Bench:
                 from vllm.utils.argparse_utils import FlexibleArgumentParser
             except ImportError as error:
                 raise UserError(f"bench serve needs vLLM and its benchmark client ({error}); install the extra serve, or serve-cpu") from None
+            atexit.register(_silence)
             parser = FlexibleArgumentParser()
             add_cli_args(parser)
             self._client = (parser, main_async)
@@ -318,6 +320,12 @@ class _Bench:
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
             self._files[prompts.name] = path
         return self._files[prompts.name]
+
+
+def _silence() -> None:
+    """Triton's bindings, which vLLM imports, list their own leaks at the interpreter's end: a page that says nothing to a user."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _cuda() -> bool:
