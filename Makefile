@@ -47,9 +47,9 @@ lint: setup
 	@ln -s $(CURDIR)/vllm_lilicorr/* $(CURDIR)/kernels $(CURDIR)/trainer build/types/vllm_lilicorr/
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p vllm_lilicorr
 
+# Not --quiet: it drops warnings before --strict counts them.
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	$(BIN)/mkdocs build --strict
 
 soak: setup
 	$(BIN)/python tests/serving/soak.py --seconds 600 --log docs/soak.txt

@@ -171,7 +171,7 @@ def test_vllm_parses_every_serve_command_of_the_documentation(tmp_path: Path) ->
         (tmp_path / file.name).write_bytes(file.read_bytes())
     code = """
 import json, sys
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 load_general_plugins()
