@@ -14,7 +14,7 @@ import pytest
 from .commands import PAGES, ROOT, Command, Wrong, all_commands, blocks, check, commands, node_exists, simple_commands
 
 SETUP_CPU = "test_command_completes_an_environment_once_and_pip_can_take_its_part_back"
-CORE, TRAINER, BENCH = "tests/core", "tests/trainer", "tests/bench"
+CORE, TRAINER, BENCH, DEMO = "tests/core", "tests/trainer", "tests/bench", "tests/serving/test_demo.py"
 
 # The test that runs each documented program for real. What a page shows is parsed with its own words besides.
 RUN_BY = {
@@ -43,6 +43,8 @@ RUN_BY = {
     "python trainer/cache.py": f"{TRAINER}/test_states.py::test_cached_rows_equal_what_the_target_computes",
     "python trainer/main.py": f"{TRAINER}/test_trainer.py::test_a_run_logs_every_term_saves_evaluates_and_exports",
     "python trainer/export.py": f"{TRAINER}/test_trainer.py::test_a_run_logs_every_term_saves_evaluates_and_exports",
+    "make demo": f"{DEMO}::test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same",
+    "python -m vllm_lilicorr.demo": f"{DEMO}::test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same",
     "vllm serve": "tests/serving/test_http.py::test_eight_clients_at_once_get_the_targets_tokens",
 }
 
@@ -55,8 +57,6 @@ NOT_RUN = {
     "python -m vllm_lilicorr.bench": "a measurement: minutes of a quiet machine",
     "python -m vllm_lilicorr.bench head": "a measurement: minutes of a quiet machine",
     "python -m vllm_lilicorr.bench train": "a measurement: minutes of a quiet machine",
-    "make demo": "three servers, for minutes; serving is tested in tests/serving, the drafter by the quickstart",
-    "python -m vllm_lilicorr.demo": "as make demo",
     "python kernels/gpu_check.py": "for a GPU; what it runs there is tests/kernels",
     "vllm bench serve": "vLLM's own; what the plugin changes in it is tests/serving/test_configuration.py",
     "vllm bench throughput": "as vllm bench serve",
