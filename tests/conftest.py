@@ -51,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="folder of benchmark prompts (gsm8k.jsonl, ...); tests that need one of them skip by name without it",
     )
+    parser.addoption(
+        "--every-combination",
+        action="store_true",
+        help="serve every method on every runner and release, half an hour more on two cores (without it: LiLiCorr on all of "
+        "them, the others on both runners, one release each)",
+    )
 
 
 @pytest.fixture
