@@ -329,6 +329,18 @@ def test_a_sampled_vocabulary_that_holds_every_token_changes_nothing(head):
     torch.testing.assert_close(objective(batch, STEP)[0], whole)
 
 
+@pytest.mark.parametrize("head", ["dspark", "domino"])
+def test_a_sampled_token_counts_for_those_it_stands_for_in_corrected_logits_too(head):
+    objective, *_ = problem(head)
+    sampled = SampledVocabulary(range(12), objective.target.lm_head, 6, seed=0)
+    objective._frozen = (objective.target, sampled)
+    hidden, extra, labels = torch.randn(5, H).double(), torch.randn(5, 6).double(), torch.arange(5)
+    logits = hidden @ objective.target.lm_head.t() + extra @ objective.table.t()
+    drawn = sampled.draw(0)
+    expected = logits[torch.arange(5), labels] - (logits[:, drawn.ids] + drawn.log_counts).logsumexp(-1)
+    torch.testing.assert_close(objective.corrected(0)(hidden, extra, labels, None).target, expected)
+
+
 @pytest.mark.parametrize("head", ["dflash2", "dspark", "domino"])
 def test_the_selected_prefix_is_what_the_greedy_rule_drafts(head, monkeypatch):
     objective, *data = problem(head)
