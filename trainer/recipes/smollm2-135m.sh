@@ -30,7 +30,10 @@ OMP_NUM_THREADS=2 $PYTHON trainer/cache.py --dtype $DTYPE "${config[@]}"
 export OMP_NUM_THREADS=1
 taskset -c 0 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/lilicorr" &
 lilicorr=$!
+trap 'kill $lilicorr 2>/dev/null || true' EXIT
 taskset -c 1 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/dflash" draft.head=dflash
 wait $lilicorr
-$PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft "$RUNS/lilicorr/export" "$RUNS/dflash/export" \
-    --prompts-dir "$DATA/prompts/heldout" --max-tokens "${MAX_TOKENS:-256}"
+trap - EXIT
+$PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$RUNS/lilicorr/export" dflash="$RUNS/dflash/export" \
+    --prompts-dir "$DATA/prompts/heldout" \
+    --max-tokens "${MAX_TOKENS:-256}" --processes 2 --output "$RUNS/acceptance"
