@@ -45,6 +45,7 @@ class DominoLoss:
         require(0 <= self.base <= 1, "base", f"must lie in [0, 1], got {self.base}")
         until = self.base_until
         require(until is None or 0 < until <= 1, "base_until", f"must lie in (0, 1], or null to keep the weight; got {until}")
+        require(until is not None or self.base < 1, "base_until", "null with base 1 would never train the head; lower base")
 
 
 @dataclass(frozen=True)
