@@ -10,6 +10,7 @@ holds, with any speculation. Without --target, it is SmolLM2-135M-Instruct, with
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,8 +26,9 @@ from typing import Any
 from . import smollm2
 from .bench._server import Server
 from .chat import read_prompts
-from .config import DraftConfig
+from .config import DFlashConfig, DraftConfig
 from .errors import UserError, run_command
+from .io import check_writable_file, write_file_atomically
 from .near_tie import THRESHOLD
 
 ASSETS = Path(__file__).parent / "assets"
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     target, draft = _models(args)
     _require_serving()
     prompts = _prompts(args)
-    slots = args.num_speculative_tokens or _default_slots(draft)
+    slots = _slots(args.num_speculative_tokens, draft)
     common = {"model": str(draft), "num_speculative_tokens": slots}
     variants: list[tuple[str, dict[str, Any] | None]] = [
         ("LiLiCorr", {**common, "path_rule": "greedy"}),
@@ -90,9 +92,7 @@ def main(argv: list[str] | None = None) -> int:
                     ties = [_differences(run, runs[-1], server) for run in runs[:-1]]
     print(report(runs, ties))
     if args.json:
-        args.json.write_text(
-            json.dumps([run.__dict__ | {"answers": [a.__dict__ for a in run.answers]} for run in runs], indent=1) + "\n"
-        )
+        write_file_atomically(args.json, json.dumps([dataclasses.asdict(run) for run in runs], indent=1) + "\n")
     return 0 if all(tie.explained for tie in ties) or args.dtype != "float32" else 1
 
 
@@ -114,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", default="float32", help="what the servers compute in, as vLLM names it")
     parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--port", type=int, help="loopback port of the servers (default: a free one)")
     parser.add_argument("--json", type=Path, help="write every answer and its time to this file")
     return parser
 
@@ -131,7 +130,10 @@ def _models(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(
             "no drafter comes with this version of the package; name a target and its drafter with --target and --draft"
         )
-    DraftConfig.load(draft)
+    if isinstance(DraftConfig.load(draft).head, DFlashConfig):
+        raise UserError(f"--draft {draft}: is a plain DFlash drafter, without a head to show; vllm serve takes it as it is")
+    if args.json:
+        check_writable_file(args.json)
     if args.target is None and smollm2.make(target):
         print(f"made {target} from {smollm2.REQUIREMENT}")
     if not (target / "config.json").exists():
@@ -162,12 +164,17 @@ def _interleaved(lists: list[list[tuple[str, str]]]) -> Iterator[list[tuple[str,
         yield [items[index] for items in lists if index < len(items)]
 
 
-def _default_slots(draft: Path) -> int:
-    """Return the number of drafts that the drafter's own serving file names, else all its slots."""
-    file = draft / "lilicorr.json"
-    if file.exists():
-        return int(json.loads(file.read_text(encoding="utf-8"))["num_speculative_tokens"])
-    return DraftConfig.load(draft).num_slots
+def _slots(wanted: int | None, draft: Path) -> int:
+    """Return how many tokens to draft: what is asked for, else what the drafter's own serving file names, else all its slots.
+
+    Raises UserError where the drafter has not so many.
+    """
+    most, file = DraftConfig.load(draft).num_slots, draft / "lilicorr.json"
+    if wanted is None and file.exists():
+        wanted = json.loads(file.read_text(encoding="utf-8")).get("num_speculative_tokens")
+    if wanted is not None and not 1 <= wanted <= most:
+        raise UserError(f"--num-speculative-tokens: must lie in 1..{most}, what the drafter was trained for; got {wanted}")
+    return most if wanted is None else wanted
 
 
 def _environment() -> dict[str, str]:
@@ -300,7 +307,8 @@ def _differences(run: Run, plain: Run, server: Server) -> Agreement:
         at = next((i for i, (a, b) in enumerate(zip(ours.ids, theirs.ids)) if a != b), min(len(ours.ids), len(theirs.ids)))
         choice = server.complete(theirs.prompt_ids + theirs.ids[:at], max_tokens=1, temperature=0, logprobs=2)
         best = sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)
-        ties += best[0] - best[1] < THRESHOLD
+        # Listed by text: one entry is two tokens that read the same, and of which nothing can be said.
+        ties += len(best) > 1 and best[0] - best[1] < THRESHOLD
     return Agreement(len(plain.answers), equal, ties)
 
 

@@ -86,7 +86,7 @@ def compare_tokens(args: argparse.Namespace, prompts: list[list[int]], served: l
         gaps = []
         for best in theirs["choices"][0]["logprobs"]["top_logprobs"]:
             ranked = sorted(best.values(), reverse=True)
-            gaps.append(ranked[0] - ranked[1])
+            gaps.append(ranked[0] - ranked[1] if len(ranked) > 1 else 1.0)  # one entry: two tokens of the same text
         tally.add(f"prompt {index}", ids(theirs), ids(ours), gaps)
     show(f"{args.release} {args.dtype}, tokens with against without speculation", tally)
     return not tally.differences or args.dtype != "float32"

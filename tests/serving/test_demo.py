@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,10 +48,36 @@ def test_what_cannot_run_is_said_before_a_server_starts(arguments: list[str], me
         demo.main(arguments)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-speculative-tokens", "8"], "must lie in 1..7"),
+        (["--num-speculative-tokens", "0"], "must lie in 1..7"),
+        (["--json", "/dev/null/out.json"], "cannot be written"),
+    ],
+)
+def test_options_that_do_not_fit_the_drafter_are_too(pair: tuple[Path, Path], arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        demo.main(["--target", str(pair[0]), "--draft", str(pair[1]), *arguments])
+
+
 def command(pair: tuple[Path, Path], prompts: Path, *options: str) -> list[str]:
     prompts.write_text("\n".join(json.dumps({"turns": [text]}) for text in ("abc", "What is it?", "0123456789")) + "\n")
     models = ["--target", str(pair[0]), "--draft", str(pair[1]), "--max-model-len", "256", "--prompts", str(prompts)]
     return [sys.executable, "-m", "vllm_lilicorr.demo", *models, *options]
+
+
+@contextmanager
+def started(arguments: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Run the demo; a test that fails or times out ends it as a user would, and with it its server."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate()
 
 
 def servers_of(group: int) -> list[str]:
@@ -67,37 +95,35 @@ def servers_of(group: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
     environ = {**environment(), "DEMO_UNDER_TEST": "1"}
-    with one_engine():
-        done = subprocess.run(
-            command(pair, tmp_path / "few.jsonl", "--max-tokens", "24", "--json", f"{tmp_path}/out.json"),
-            capture_output=True, text=True, env=environ, timeout=600,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^LiLiCorr .* yes \(\d of 3", done.stdout, re.M), done.stdout
-    assert re.search(r"^head off .* yes \(\d of 3", done.stdout, re.M), done.stdout
+    with (
+        one_engine(),
+        started(
+            command(pair, tmp_path / "few.jsonl", "--max-tokens", "24", "--json", f"{tmp_path}/out.json"), environ
+        ) as process,
+    ):
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
+    assert re.search(r"^LiLiCorr .* yes \(\d of 3", output, re.M), output
+    assert re.search(r"^head off .* yes \(\d of 3", output, re.M), output
     runs = {run["name"]: run for run in json.loads((tmp_path / "out.json").read_text())}
     assert runs["LiLiCorr"]["accepted"]["few"] > 0 and not runs["no drafts"]["drafts"]["few"]
     assert not servers_of(1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_ctrl_c_leaves_no_process(pair: tuple[Path, Path], tmp_path: Path) -> None:
     environ = {**environment(), "DEMO_UNDER_TEST": "2"}
-    with one_engine():
-        process = subprocess.Popen(
-            command(pair, tmp_path / "few.jsonl"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-        )
-        deadline = time.monotonic() + 120
-        while len(servers_of(2)) < 2 and time.monotonic() < deadline:
+    with one_engine(), started(command(pair, tmp_path / "few.jsonl"), environ) as process:
+        while len(servers_of(2)) < 2:
+            assert process.poll() is None, process.communicate()
             time.sleep(0.5)
-        assert len(servers_of(2)) >= 2, "no server was started"
         time.sleep(5)
         os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=90)
+        _, errors = process.communicate()
     assert process.returncode == 130, errors[-2000:]
     assert "Traceback" not in errors
     assert not servers_of(2)
