@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 ROWS = 8
+PAST = 3  # the block that lies past the drafter's limit
 
 
 def main() -> None:
@@ -37,11 +38,13 @@ def main() -> None:
         states = torch.randn(BLOCKS, width, HIDDEN)
         ids = torch.randint(0, 96, (BLOCKS, width))
         speculator: Any = DraftSpeculator.__new__(DraftSpeculator)
+        positions = torch.arange(1, SLOTS + 1).repeat(BLOCKS, 1) + 10
+        positions[PAST] += 1000
         sampled = torch.arange(BLOCKS * width).view(BLOCKS, width)[:, width - SLOTS :]
         vars(speculator).update(
             num_speculative_steps=SLOTS, num_query_per_req=width, sample_from_anchor=shifted, limit=1000, max_model_len=1000,
             draft_kv_cache_group_ids=[], drafting=drafting, rule="greedy", parallel_drafting_token_id=96, use_fp64_gumbel=False,
-            sample_indices=sampled.flatten(), sample_pos=torch.arange(1, SLOTS + 1).repeat(BLOCKS) + 10,
+            sample_indices=sampled.flatten(), sample_pos=positions.flatten(),
             sample_idx_mapping=rows.repeat_interleave(SLOTS), sample_col=torch.arange(SLOTS, dtype=torch.int32).repeat(BLOCKS),
             input_buffers=SimpleNamespace(input_ids=ids.flatten().int()), anchor_hidden=served.block.anchor_hidden,
             anchor_valid=served.block.anchor_valid, temperature=torch.full((ROWS,), 0.7), seeds=torch.arange(ROWS),
@@ -59,11 +62,12 @@ def main() -> None:
 
         speculator._maybe_predict_acceptance = watched
         speculator._generate_draft(BLOCKS, BLOCKS * width, None, None, None)
-        result = {"rows": rows.tolist(), "predicted": speculator.draft_token_confidence_probs.tolist()}
+        result = {"rows": rows.tolist(), "past": PAST, "predicted": speculator.draft_token_confidence_probs.tolist()}
+        result["features"] = speculator.acceptance_estimator.features.tolist()
         if drafting.has_confidence:
             previous = torch.cat((ids[:, :1], speculator.draft_tokens[:BLOCKS, :-1]), 1)
             hidden = states[:, width - SLOTS :]
-            live = rows >= 0
+            live = (rows >= 0) & (torch.arange(BLOCKS) != PAST)
             result["confidence"] = served.head.confidence(hidden[live], previous[live]).tolist()
         else:
             one = len(seen) == 1

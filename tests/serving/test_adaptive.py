@@ -32,12 +32,25 @@ def test_the_estimator_predicts_from_the_scores_that_decided(steps: dict[str, An
     best = (scores / TEMPERATURE).softmax(-1).amax(-1)
     expected = torch.sigmoid(SLOPE * torch.logit(best) + INTERCEPT)
     predicted = torch.tensor(step["predicted"])
-    live = torch.tensor(step["rows"]) >= 0
-    torch.testing.assert_close(predicted[: len(live)][live], expected[live], atol=1e-4, rtol=1e-3)
-    assert bool((predicted[: len(live)][~live] == -1).all()), "a padded block was predicted for"
+    drafted, padded = _kinds(step)
+    torch.testing.assert_close(predicted[: len(drafted)][drafted], expected[drafted], atol=1e-4, rtol=1e-3)
+    assert bool((predicted[: len(padded)][padded] == -1).all()), "a padded block was predicted for"
 
 
 def test_dsparks_own_confidence_is_used(steps: dict[str, Any]) -> None:
     step = steps["dspark"]
-    live = torch.tensor(step["rows"]) >= 0
-    torch.testing.assert_close(torch.tensor(step["predicted"])[: len(live)][live], torch.tensor(step["confidence"]))
+    drafted, _ = _kinds(step)
+    torch.testing.assert_close(torch.tensor(step["predicted"])[: len(drafted)][drafted], torch.tensor(step["confidence"]))
+
+
+@pytest.mark.parametrize("head", ["lilicorr", "dflash2", "domino", "dspark"])
+def test_a_block_past_the_limit_is_not_verified_and_teaches_the_estimator_nothing(steps: dict[str, Any], head: str) -> None:
+    step = steps[head]
+    assert step["predicted"][step["past"]] == [0.0] * len(step["predicted"][0])
+    assert step["features"][step["rows"][step["past"]]] == [0.0] * len(step["features"][0]), "the estimator's, as it was made"
+
+
+def _kinds(step: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which blocks [N] were drafted and which are padding; one is neither: it was withheld."""
+    padded = torch.tensor(step["rows"]) < 0
+    return ~padded & (torch.arange(len(padded)) != step["past"]), padded

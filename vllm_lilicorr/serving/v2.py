@@ -109,7 +109,7 @@ class DraftSpeculator(DFlashSpeculator):
             # never produces it, and what it does produce is distributed as without drafts.
             withheld=past,
             null_token=self.parallel_drafting_token_id,
-            observe=self._observe(num_reqs) if self.use_acceptance_estimator else None,
+            observe=self._observe(num_reqs, past) if self.use_acceptance_estimator else None,
             confidence_out=self.draft_token_confidence_probs if adaptive and self.drafting.has_confidence else None,
             use_fp64=self.use_fp64_gumbel,
         )
@@ -125,17 +125,21 @@ class DraftSpeculator(DFlashSpeculator):
             tokens_out=self.draft_tokens,
             draft_logits=self.draft_logits,
         )
+        if adaptive:
+            # Nothing of a withheld row is worth verifying, and what is not verified teaches the estimator nothing.
+            self.draft_token_confidence_probs[:num_reqs].masked_fill_(past[:, None], 0.0)
 
-    def _observe(self, num_reqs: int) -> Observer:
-        """Return what hands vLLM's acceptance estimator the scores that decided, before temperature."""
+    def _observe(self, num_reqs: int, past: Tensor) -> Observer:
+        """Return what hands vLLM's acceptance estimator the scores that decided, before temperature. It shares one slope between
+        all requests, so it sees nothing of a row `past` [num_reqs] the limit: those are padding to it."""
         slots = self.num_speculative_steps
-        rows = self.sample_idx_mapping[: num_reqs * slots]
+        rows = self.sample_idx_mapping[: num_reqs * slots].view(num_reqs, slots).masked_fill(past[:, None], -1)
 
         def observe(scores: Tensor, slot: int | None) -> None:
             if slot is None:
-                self._maybe_predict_acceptance(scores, rows, self.sample_col[: len(rows)])
+                self._maybe_predict_acceptance(scores, rows.flatten(), self.sample_col[: num_reqs * slots])
             else:
-                self._maybe_predict_acceptance(scores, rows.view(num_reqs, slots)[:, slot], self.sample_col[slot])
+                self._maybe_predict_acceptance(scores, rows[:, slot], self.sample_col[slot])
 
         return observe
 
