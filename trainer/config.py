@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 from vllm_lilicorr.config import ConvConfig, DraftConfig, default_target_layer_ids
 from vllm_lilicorr.errors import UserError, nearest
+from vllm_lilicorr.yaml_files import read_yaml
 
 from .data import DataConfig
 from .evaluation import EvaluationConfig
 from .objectives import OBJECTIVES, HeadSettings, ObjectiveConfig
 from .optim import OptimizerConfig, ScheduleConfig
-from .settings import apply_overrides, digest, parse, read_yaml, require, to_dict
+from .settings import apply_overrides, digest, parse, require, to_dict
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class TrainConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
         """Return the configuration in YAML file `path` with "key.sub=value" overrides; raises UserError on anything amiss."""
-        values = apply_overrides(read_yaml(path), overrides or [])
+        values = apply_overrides(read_yaml(path, "configs/smollm2-135m.yaml"), overrides or [])
         config = parse(cls, values, str(path))
         file = Path(config.deepspeed.config)
         if not file.exists() and (Path(path).parent / file).exists():

@@ -13,7 +13,6 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -35,37 +34,6 @@ def require(condition: bool, field: str, problem: str) -> None:
     """Raise `Invalid` unless `condition` holds."""
     if not condition:
         raise Invalid(field, problem)
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the mapping a YAML file holds. Raises UserError when it is missing, no YAML, or no mapping."""
-    path = Path(path)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file; give a configuration such as configs/smollm2-135m.yaml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text ({error})") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise UserError(f"{path}: is not valid YAML{where}: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold sections of keys, got {type(values).__name__}")
-    return values
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML silently keeps the last of two equal keys; a config in which one of them does nothing is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key '{key}' stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

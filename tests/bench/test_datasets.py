@@ -62,6 +62,8 @@ def test_bad_requests_are_sentences(tmp_path):
         _datasets.load(["gsm8k"], tmp_path, None)
     with pytest.raises(UserError, match="gsm9k: is no known benchmark; did you mean 'gsm8k'"):
         _datasets.load(["gsm9k"], tmp_path, None)
+    with pytest.raises(UserError, match="speed:a/b: must be NAME or NAME:CATEGORY without '/'"):
+        _datasets.load(["speed:a/b"], tmp_path, None)
     with pytest.raises(UserError, match="is no folder"):
         _datasets.load(None, tmp_path / "absent", None)
     with pytest.raises(UserError, match="mbpp: .* has no mbpp.jsonl"):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lilicorr.bench import acceptance, cost, run, serve
+from vllm_lilicorr.bench import _datasets, acceptance, cost, run, serve
 from vllm_lilicorr.bench.__main__ import main as bench
+from vllm_lilicorr.bench._results import Results
 from vllm_lilicorr.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs/bench"
@@ -21,6 +22,8 @@ acceptance:
 serve: {systems: [a=x], together: true, ignore-eos: false, name: grid}
 cost: {grid: grid, exclude: []}
 """
+
+RESULT = {"answered": 1, "prompts": 1, "tokens": 3, "rules": {"greedy": [[1, 1]]}}
 
 
 def config(tmp_path: Path, text: str) -> Path:
@@ -47,7 +50,8 @@ def test_sections_are_command_lines(tmp_path):
         (("systems: [a=x], ", ""), "serve: the following arguments are required: --systems"),
         (("num-prompts: 3", "num-prompt: 3"), "common.num-prompt is an option of none of the sections"),
         (("output: out", ""), "output is missing"),
-        (("serve: {", "serve: ["), "cannot be read as YAML"),
+        (("serve: {", "serve: ["), "is not valid YAML"),
+        (("cost: {", "cost: {grid: other, "), r"is not valid YAML \(line 8, .*the key 'grid' stands twice"),
         (("grid: grid", "output: there"), "cost.output is no option"),
     ],
 )
@@ -67,6 +71,35 @@ def test_everything_runs_in_turn_and_the_report_is_written(tmp_path, monkeypatch
     assert (tmp_path / "out/report.md").read_text().startswith("# Benchmark results")
     bench(["run", "--config", str(config(tmp_path, GOOD)), "--output", str(tmp_path / "out"), "--only", "cost"])
     assert ran[4:] == ["cost"]
+
+
+def test_a_section_without_prompts_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def no_prompts(arguments, results):
+        raise _datasets.NoPrompts({"speed-1k": "is withheld"})
+
+    monkeypatch.setattr(acceptance, "measure", lambda arguments, results: results.put("acceptance/T0/gsm8k/a", {}, RESULT))
+    monkeypatch.setattr(serve, "measure", no_prompts)
+    monkeypatch.setattr(cost, "measure", lambda arguments, results: ran.append("cost"))
+    command = ["run", "--config", str(config(tmp_path, GOOD)), "--output", str(tmp_path / "out")]
+    assert bench(command) == 0 and ran == ["cost"]
+    assert "missing: speed-1k: is withheld" in capsys.readouterr().err
+    assert "Not measured: SPEED 1K (is withheld)." in (tmp_path / "out/report.md").read_text()
+    assert Results.read(tmp_path / "out").missing == {"speed-1k": "is withheld"}
+    with pytest.raises(UserError, match="speed-1k: is withheld"):
+        bench([*command, "--only", "serve"])
+
+
+def test_the_report_is_written_of_what_there_is_when_a_section_fails(tmp_path, monkeypatch):
+    def fail(arguments, results):
+        raise UserError("no server")
+
+    monkeypatch.setattr(acceptance, "measure", lambda arguments, results: results.put("acceptance/T0/gsm8k/a", {}, RESULT))
+    monkeypatch.setattr(serve, "measure", fail)
+    with pytest.raises(UserError, match="no server"):
+        bench(["run", "--config", str(config(tmp_path, GOOD)), "--output", str(tmp_path / "out")])
+    assert "| GSM8K | 1.50 (1.50-1.50) |" in (tmp_path / "out/report.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["cpu", "paper"])

@@ -110,13 +110,16 @@ def load(names: Sequence[str] | None, folder: Path | None, limit: int | None) ->
     """Return the prompts of the benchmarks `names`, at most `limit` of each, and {name: why} of those that are not to be had.
 
     NAME:CATEGORY takes the rows of one category. Without names: every file in `folder`, or the paper's nine. Raises UserError
-    for a name that is neither known nor a file, for a folder that is none, and when nothing at all was found.
+    for a name that is neither known nor a file, or has a '/' (names are steps of the results' keys), for a folder that is none,
+    and NoPrompts when nothing at all was found.
     """
     if folder is not None and not folder.is_dir():
         raise UserError(f"--prompts-dir {folder}: is no folder; give one with JSON Lines files such as gsm8k.jsonl")
     names = list(names or (_in_folder(folder) if folder is not None else BENCHMARKS))
     found, missing = [], {}
     for name in names:
+        if "/" in name:
+            raise UserError(f"--datasets {name}: must be NAME or NAME:CATEGORY without '/'; rename the file or the category")
         base, _, category = name.partition(":")
         file = _file(base, folder)
         if base not in SOURCES and file is None:
@@ -130,8 +133,16 @@ def load(names: Sequence[str] | None, folder: Path | None, limit: int | None) ->
             continue
         found.append(Prompts(name, tuple(conversations)))
     if not found:
-        raise UserError("; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "no benchmark was named")
+        raise NoPrompts(missing)
     return found, missing
+
+
+class NoPrompts(UserError):
+    """None of the benchmarks asked for can be had; `missing` is {name: why}."""
+
+    def __init__(self, missing: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "no benchmark was named")
+        self.missing = dict(missing)
 
 
 class _Missing(Exception):

@@ -1,7 +1,8 @@
 """A whole grid from one configuration file: acceptance, serve and cost in turn, then the report with its plots.
 
 The file has a section for each (or a list of sections, run one after another), whose keys are that benchmark's options without
-their dashes; what stands under `common` goes to every section that has such an option. Interrupted, the same command goes on.
+their dashes; what stands under `common` goes to every section that has such an option. Of a section whose prompts are all missing
+they are named, and the others run. However the run ends, the report is written. Interrupted, the same command goes on.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from ..errors import UserError, nearest
+from ..yaml_files import read_yaml
+from . import _datasets
 from ._results import Results
 
 BENCHMARKS = ("acceptance", "serve", "cost")
@@ -32,11 +33,20 @@ def main(args: argparse.Namespace) -> int:
 
     output, sections = read(args.config, args.output)
     results = Results(output)
-    for name, arguments in sections:
-        if name in args.only:
-            importlib.import_module(f"vllm_lilicorr.bench.{name}").measure(arguments, results)
-    report.write(results, output)
-    print(f"{output}: report.md, its plots and results.json are written", file=sys.stderr)
+    chosen = [(name, arguments) for name, arguments in sections if name in args.only]
+    without: list[_datasets.NoPrompts] = []
+    try:
+        for name, arguments in chosen:
+            try:
+                importlib.import_module(f"vllm_lilicorr.bench.{name}").measure(arguments, results)
+            except _datasets.NoPrompts as error:  # days of other sections may stand before it and after it
+                results.note_missing(error.missing, [])
+                without.append(error)
+    finally:
+        report.write(results, output)
+        print(f"{output}: report.md is written", file=sys.stderr)
+    if chosen and len(without) == len(chosen):
+        raise without[-1]
     return 0
 
 
@@ -45,14 +55,7 @@ def read(path: Path, output: Path | None = None) -> tuple[Path, list[tuple[str, 
 
     Raises UserError naming file, section and key for everything that is not as it should be.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file; give a configuration such as configs/bench/cpu.yaml") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML ({str(error).splitlines()[0]}); mend it") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold sections of keys, got {type(values).__name__}")
+    values = read_yaml(path, "configs/bench/cpu.yaml")
     known = ("output", "common", *BENCHMARKS)
     for key in values:
         if key not in known:
