@@ -208,6 +208,14 @@ def test_what_cannot_work_is_refused_before_decoding(tiny, tmp_path, monkeypatch
         bench(arguments(tiny, tmp_path, "--batch-size", "0"))
 
 
+def test_a_configuration_files_numbers_are_checked_too(tiny, tmp_path):
+    config = tmp_path / "bench.yaml"
+    section = f"{{target: {tiny.target}, draft: [a={tiny.dflash}], num-prompts: 0}}"
+    config.write_text(f"output: {tmp_path / 'out'}\nacceptance: {section}\n")
+    with pytest.raises(UserError, match="--num-prompts must be at least 1"):
+        bench(["run", "--config", str(config)])
+
+
 def test_prompts_are_rendered_as_the_reference_renders_them(tiny):
     worker = Worker(make_setup(tiny))
     seen: list[list[int]] = []

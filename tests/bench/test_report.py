@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_lilicorr.bench import _paper, report
+from vllm_lilicorr.bench import _paper, _plots, report
 from vllm_lilicorr.bench.__main__ import main as bench
 from vllm_lilicorr.bench._results import Results
 
@@ -189,6 +189,52 @@ def test_reports_say_where_and_what_is_missing(full):
     full.note_missing({"mbpp": "no file"}, [])
     text = report.preamble(full)
     assert "cores" in text and "`python -m vllm_lilicorr.bench run`" in text and "MBPP (no file)" in text
+
+
+def test_parts_of_other_prompts_are_left_out_and_counted(results):
+    found = results()
+    for benchmark, name, prompts in (("gsm8k", "a", 3), ("mt-bench", "a", 2), ("gsm8k", "b", 2), ("mt-bench", "b", 2)):
+        result = {"answered": prompts, "prompts": prompts, "tokens": 10, "rules": {"argmax": [[1, 1]] * prompts}}
+        found.put(f"acceptance/T0/{benchmark}/{name}", {"prompts": f"{prompts} of {benchmark}", "draft": name}, result)
+    text = report.acceptance_tables(found)
+    assert "| GSM8K |" not in text and rows(text, "MT-Bench")[0][1:] == ["1.50 (1.50-1.50)"] * 2
+    assert "Left out of `acceptance/T0`: 1 part measured with other settings" in text
+
+
+def test_drafters_without_a_benchmark_in_common_are_said_and_not_compared(results):
+    found = results()
+    greedy(found, "gsm8k", "a", argmax=[[1, 1]])
+    greedy(found, "mt-bench", "b", argmax=[[1, 1]])
+    text = report.acceptance_tables(found)
+    assert "No benchmark was measured with each of a, b at T = 0" in text and "|" not in text
+    assert rows(report.beside_the_paper(found), "GSM8K")[0][5:] == ["-", "-", "-"]
+
+
+def test_the_first_drafter_is_the_newest_commands_first(full):
+    assert "drafts of lilicorr under greedy" in report._comparison_table(full)
+    full.note_order("acceptance", ["dflash", "lilicorr"])
+    assert "drafts of dflash under argmax" in report._comparison_table(full)
+    assert rows(report.beside_the_paper(full), "GSM8K")[0][5:] == ["2.17", "1.17", "+85.7 %"]  # LiLiCorr is told by its rules
+
+
+def test_rounds_of_different_seeds_are_not_compared(results):
+    found = results()
+    for system, seed, speed in (("none", 7, 100.0), ("lilicorr", 42, 300.0)):
+        result = {"tokens_per_second": speed, "drafts": None, "accepted": None, "tau": None, "step_seconds": None}
+        found.put(f"serve/g/T1/gsm8k/c1/{system}/round0", {"seed": seed}, result)
+    (cell,) = report.grids(found)["g"].values()
+    assert np.isnan(report.speed_up(cell, "lilicorr"))
+    report.serve_tables(found)
+
+
+def test_a_run_may_end_anywhere_and_still_has_its_report(full, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(report._stats, "RESAMPLES", 5)
+    monkeypatch.setattr(_plots, "_save", lambda figure, path: pyplot.close(figure))
+    every = dict(full.parts)
+    for count in range(0, len(every) + 1, 3):
+        full.parts = dict(list(every.items())[:count])
+        report.write(full, full.path.parent)
 
 
 def test_an_empty_file_is_a_report_of_the_paper_alone(results):

@@ -69,6 +69,55 @@ def test_missing_benchmarks_are_kept_until_they_are_found(results, capsys):
     assert again.missing == {"speed": "withheld"}
 
 
+def keys_under(opened: Results, prefix: str) -> set[str]:
+    return {"/".join(steps) for steps, _, _ in opened.under(prefix)}
+
+
+def test_what_other_settings_left_behind_is_not_compared_with_the_newest(results):
+    opened = results()
+    old, new = {"max_tokens": 16, "prompts": "p"}, {"max_tokens": 32, "prompts": "p"}
+    for round_ in range(2):
+        opened.put(f"serve/grid/T0/gsm8k/c1/none/round{round_}", {**old, "system": {"draft": None}}, {})
+    opened.put("serve/other/T0/gsm8k/c1/none/round0", {**old, "system": {"draft": None}}, {})
+    opened.put("acceptance/T1/gsm8k/a/point/seed1", {**old, "seed": 1}, {})
+    opened.put("acceptance/T0/gsm8k/a", {**old, "draft": "a"}, {})
+    opened.put("serve/grid/T0/gsm8k/c1/none/round0", {**new, "system": {"draft": None}}, {})
+    opened.put("serve/grid/T0/gsm8k/c1/fast/round0", {**new, "system": {"draft": "x"}, "seed": 3}, {})
+    for one in (opened, results()):
+        assert keys_under(one, "serve/grid/") == {"T0/gsm8k/c1/none/round0", "T0/gsm8k/c1/fast/round0"}
+        assert one.left_out("serve/grid") == 1
+        assert len(keys_under(one, "serve/other/")) == len(keys_under(one, "acceptance/T0/")) == 1
+        assert not one.left_out("serve/other") and not one.left_out("acceptance/T0") and not one.left_out("acceptance/T1")
+        assert len(one.parts) == 6
+
+
+def test_prompts_are_those_of_the_newest_part_benchmark_by_benchmark(results):
+    opened = results()
+    for benchmark, name, prompts in (
+        ("gsm8k", "a", "twenty"), ("gsm8k", "b", "twenty"), ("mt-bench", "a", "five"), ("gsm8k", "b", "ten"),
+        ("mt-bench", "b", "five"),
+    ):  # fmt: skip
+        opened.put(f"acceptance/T0/{benchmark}/{name}", {"prompts": prompts, "draft": name}, {})
+    assert keys_under(opened, "acceptance/T0/") == {"mt-bench/a", "mt-bench/b", "gsm8k/b"}
+    assert opened.left_out("acceptance/T0") == 1
+
+
+def test_a_drafter_is_the_checkpoint_that_was_measured_last_under_its_name(results):
+    opened = results()
+    for benchmark, checkpoint in (("gsm8k", "old"), ("mt-bench", "old"), ("gsm8k", "new")):
+        opened.put(f"acceptance/T0/{benchmark}/a", {"draft": "a", "checkpoint": checkpoint}, {})
+        opened.put(f"acceptance/T0/{benchmark}/b", {"draft": "b", "checkpoint": "same"}, {})
+    assert keys_under(opened, "acceptance/T0/") == {"gsm8k/a", "gsm8k/b", "mt-bench/b"}
+
+
+def test_the_newest_commands_order_comes_first_and_is_kept(results):
+    opened = results()
+    opened.put("a", {}, 1)
+    opened.note_order("acceptance", ["x", "y", "z"])
+    opened.note_order("acceptance", ["y", "x"])
+    assert results().ordered("acceptance", ["z", "unknown", "x", "y"]) == ["y", "x", "z", "unknown"]
+
+
 def test_reading_what_is_not_there_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="there is no such file; run a benchmark"):
         Results.read(tmp_path)

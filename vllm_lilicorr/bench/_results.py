@@ -1,7 +1,8 @@
 """The one result file of a benchmark run: what was measured, on what, by which command; written after every part.
 
 A part is one measurement, kept under a readable key together with the settings that determine it. Running the same command again
-takes the parts that are there and measures the rest; a part whose settings have changed is measured again.
+takes the parts that are there and measures the rest; a part whose settings have changed is measured again. What is left of
+earlier settings stays in the file, but is not compared with what was measured under the newest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ from ..io import check_writable_file, write_file_atomically
 
 FORMAT = 1
 FILE = "results.json"
+PLACES = {"acceptance": (0, 1, 2), "serve": (0, 2, 4)}
+"""Which steps of a key, behind the first, are the grid's name, the benchmark, and the drafter or system. Parts of a grid are
+compared with each other; acceptance at each temperature is one."""
+OWN = ("draft", "checkpoint", "system")
+"""Settings in which the drafters or systems of a grid differ."""
 
 
 class Results:
@@ -41,6 +47,7 @@ class Results:
         self.invocations: list[dict[str, Any]] = []
         self.parts: dict[str, dict[str, Any]] = {}
         self.missing: dict[str, str] = {}
+        self.orders: dict[str, list[str]] = {}
         if self.path.exists():
             self._read()
             if self.machine != machine():
@@ -61,7 +68,7 @@ class Results:
         """Return what is in `folder`, to be looked at on any machine."""
         results = cls.__new__(cls)
         results.path = folder / FILE
-        results.machine, results.invocations, results.parts, results.missing = {}, [], {}, {}
+        results.machine, results.invocations, results.parts, results.missing, results.orders = {}, [], {}, {}, {}
         results._read()
         return results
 
@@ -71,7 +78,7 @@ class Results:
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']}, expected {FORMAT}")
             self.machine, self.invocations = values["machine"], values["invocations"]
-            self.parts, self.missing = values["parts"], values["missing"]
+            self.parts, self.missing, self.orders = values["parts"], values["missing"], values.get("orders", {})
         except FileNotFoundError:
             raise UserError(f"{self.path}: there is no such file; run a benchmark with --output {self.path.parent} first") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -87,27 +94,94 @@ class Results:
         if not self._entered:
             self.invocations.append(self._now)
             self._entered = True
-        self.parts[key] = {"invocation": len(self.invocations) - 1, "date": _now(), "settings": settings, "result": result}
+        self.parts.pop(key, None)  # parts stand in the order in which they were measured
+        self.parts[key] = {"invocation": len(self.invocations) - 1, "date": _now(), "settings": json.loads(json.dumps(settings)), "result": result}
         self._write()
 
     def note_missing(self, missing: Mapping[str, str], found: Sequence[str]) -> None:
         """Keep the names of benchmarks that were asked for and not to be had, and say so."""
         for name, reason in missing.items():
             print(f"missing: {name}: {reason}", file=sys.stderr)
-        self.missing = {name: why for name, why in {**self.missing, **missing}.items() if name not in found}
+        earlier = self.missing
+        self.missing = {name: why for name, why in {**earlier, **missing}.items() if name not in found}
+        if self.parts and self.missing != earlier:
+            self._write()
+
+    def note_order(self, kind: str, names: Sequence[str]) -> None:
+        """Keep in which order a command named its drafters or systems; those of earlier commands come behind."""
+        earlier = self.orders.get(kind, [])
+        self.orders[kind] = [*names, *(name for name in earlier if name not in names)]
+        if self.parts and self.orders[kind] != earlier:
+            self._write()
+
+    def ordered(self, kind: str, names: Iterable[str]) -> list[str]:
+        """Return `names` in the order that was noted, those unknown to it last."""
+        order = self.orders.get(kind, [])
+        return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+    def comparable(self) -> dict[str, dict[str, Any]]:
+        """Return the parts without those measured otherwise than the newest they would be compared with.
+
+        Within a grid all settings must be those of its newest part, but for the seed; the prompts those of the newest part of the
+        same benchmark; draft, checkpoint and options those of the newest part of the same drafter or system.
+        """
+        kept = self.parts
+        for common in (_shared, _of_benchmark, _of_drafter):
+            newest = {place: values for place, values in (common(key, part["settings"]) for key, part in kept.items()) if place}
+            kept = {
+                key: part
+                for key, part in kept.items()
+                if not (found := common(key, part["settings"]))[0] or newest[found[0]] == found[1]
+            }
+        return kept
+
+    def left_out(self, grid: str) -> int:
+        """Return how many parts of a grid, such as `acceptance/T0` or `serve/NAME`, are not comparable with its newest."""
+        kept = self.comparable()
+        return sum(_place(key)[:1] == (grid,) for key in self.parts if key not in kept)
 
     def under(self, prefix: str) -> Iterator[tuple[list[str], dict[str, Any], Any]]:
-        """Yield (the rest of the key in steps, settings, result) of the parts whose key begins with `prefix`, in key order of writing."""
-        for key, part in self.parts.items():
+        """Yield (the rest of the key in steps, settings, result) of the comparable parts whose key begins with `prefix`, in the
+        order in which they were measured."""
+        for key, part in self.comparable().items():
             if key.startswith(prefix):
                 yield key[len(prefix) :].strip("/").split("/"), part["settings"], part["result"]
 
     def _write(self) -> None:
         # One part a line: a diff of two result files then shows which parts differ.
         parts = ",\n".join(f"  {json.dumps(key)}: {json.dumps(self.parts[key], separators=(',', ':'))}" for key in self.parts)
-        head = {"format": FORMAT, "machine": self.machine, "invocations": self.invocations, "missing": self.missing}
+        head = {
+            "format": FORMAT, "machine": self.machine, "invocations": self.invocations, "missing": self.missing,
+            "orders": self.orders,
+        }  # fmt: skip
         text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "parts": {\n' + parts + "\n }\n}\n"
         write_file_atomically(self.path, text)
+
+
+def _place(key: str) -> tuple[str, ...]:
+    """Return (grid, benchmark, drafter or system) of a part's key; nothing of a part that is in no grid."""
+    kind, *steps = key.split("/")
+    places = PLACES.get(kind, ())
+    if not places or len(steps) <= max(places):
+        return ()
+    grid, benchmark, name = (steps[index] for index in places)
+    return f"{kind}/{grid}", benchmark, name
+
+
+Common = tuple[tuple[str, ...], dict[str, Any]]
+"""A place in a grid, and the settings that all its parts must have in common."""
+
+
+def _shared(key: str, settings: Mapping[str, Any]) -> Common:
+    return _place(key)[:1], {name: value for name, value in settings.items() if name not in (*OWN, "prompts", "seed")}
+
+
+def _of_benchmark(key: str, settings: Mapping[str, Any]) -> Common:
+    return _place(key)[:2], {"prompts": settings.get("prompts")}
+
+
+def _of_drafter(key: str, settings: Mapping[str, Any]) -> Common:
+    return _place(key)[::2], {name: settings.get(name) for name in OWN}
 
 
 def _command() -> list[str]:

@@ -60,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from . import report
 
-    for name in ("num_prompts", "max_tokens", "max_prompt_tokens", "num_slots", "batch_size", "threads", "processes"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     results = Results(args.output)
     measure(args, results)
     print(report.acceptance_tables(results))
@@ -104,6 +101,9 @@ class Task:
 
 def measure(args: argparse.Namespace, results: Results) -> None:
     """Measure what `results` lacks, part by part."""
+    for name in ("num_prompts", "max_tokens", "max_prompt_tokens", "num_slots", "batch_size", "threads", "processes"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     prompts, missing = _datasets.load(args.datasets, args.prompts_dir, args.num_prompts)
     results.note_missing(missing, [one.name for one in prompts])
     drafts = named(args.draft)
@@ -112,6 +112,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         args.max_prompt_tokens, args.num_slots,
     )  # fmt: skip
     check(setup)
+    results.note_order("acceptance", list(drafts))
     tasks = list(plan(args, setup, prompts, results))
     for task, found in run(setup, tasks, args.processes):
         for name, result in found.items():

@@ -74,14 +74,16 @@ def preamble(results: Results) -> str:
 
 
 def greedy_histograms(results: Results) -> dict[str, dict[str, Histograms]]:
-    """Return {drafter: {rule: histograms}} at temperature 0, only of benchmarks that every drafter was measured on."""
+    """Return {drafter: {rule: histograms}} at temperature 0, in the order of `--draft`, only of benchmarks that every drafter was
+    measured on; nothing where there is none."""
     found: dict[str, dict[str, Histograms]] = {}
     for (benchmark, name), _, result in results.under("acceptance/T0/"):
         for rule, histograms in result["rules"].items():
             found.setdefault(name, {}).setdefault(rule, {})[benchmark] = histograms
     common = set.intersection(*(set(h) for rules in found.values() for h in rules.values())) if found else set()
     order = _ordered(common)
-    return {name: {rule: {b: h[b] for b in order} for rule, h in rules.items()} for name, rules in found.items()}
+    drafters = results.ordered("acceptance", found) if order else []
+    return {name: {rule: {b: h[b] for b in order} for rule, h in found[name].items()} for name in drafters}
 
 
 def _ordered(names: Any) -> list[str]:
@@ -92,8 +94,18 @@ def _ordered(names: Any) -> list[str]:
 
 def acceptance_tables(results: Results) -> str:
     parts = [_greedy_table(results), _comparison_table(results), _rules_table(results), _sampled_tables(results), _position_table(results)]
+    parts += [_left_out(results, f"acceptance/{t}") for t in sorted({key.split("/")[1] for key in results.parts if key.startswith("acceptance/")})]
     text = "\n\n".join(part for part in parts if part)
     return f"## Acceptance length\n\n{text}" if text else ""
+
+
+def _left_out(results: Results, grid: str) -> str:
+    count = results.left_out(grid)
+    return (
+        f"Left out of `{grid}`: {count} part{'s' * (count != 1)} measured with other settings, prompts or checkpoints than the newest."
+        if count
+        else ""
+    )
 
 
 def _columns(found: dict[str, dict[str, Histograms]]) -> list[tuple[str, str]]:
@@ -117,8 +129,9 @@ def _label(benchmark: str) -> str:
 
 def _greedy_table(results: Results) -> str:
     found = greedy_histograms(results)
-    if not any(found.values()):
-        return ""
+    if not found:
+        alone = results.ordered("acceptance", {steps[1] for steps, _, _ in results.under("acceptance/T0/")})
+        return f"No benchmark was measured with each of {', '.join(alone)} at T = 0: there is nothing to compare." if alone else ""
     taus, columns = _resampled(found), _columns(found)
     benchmarks = list(taus[columns[0]])
     rows = [[_label(b), *(with_interval(_stats.interval(taus[column][b])) for column in columns)] for b in benchmarks]
@@ -134,8 +147,6 @@ def _greedy_table(results: Results) -> str:
 def _comparison_table(results: Results) -> str:
     """The first drafter's own rule against everything else, prompt by prompt."""
     found = greedy_histograms(results)
-    if not any(found.values()):
-        return ""
     columns = [column for column in _columns(found) if column[1] != COVERAGE]
     if len(columns) < 2:
         return ""
@@ -183,7 +194,8 @@ def sampled_taus(results: Results) -> dict[str, dict[tuple[str, str], dict[str, 
 def _sampled_tables(results: Results) -> str:
     parts = []
     for temperature, columns in sampled_taus(results).items():
-        names = sorted(columns, key=lambda column: [column[0] != name for name, _ in columns])
+        drafters = results.ordered("acceptance", dict.fromkeys(name for name, _ in columns))
+        names = sorted(columns, key=lambda column: drafters.index(column[0]))
         benchmarks = _ordered(set.union(*(set(runs) for runs in columns.values())))
         rows = []
         for benchmark in benchmarks:
@@ -221,7 +233,6 @@ def positions(results: Results) -> dict[tuple[str, str], list[float]]:
     return {
         (name, rule): _stats.by_position(np.concatenate([np.asarray(h) for h in found[name][rule].values()]))
         for name, rule in _columns(found)
-        if found[name][rule]
     }
 
 
@@ -232,14 +243,19 @@ Runs = dict[tuple[str, str, int], dict[str, dict[str, dict[str, Any]]]]
 
 
 def grids(results: Results) -> dict[str, Runs]:
-    """Return the runs of every grid of `bench serve` by its name."""
+    """Return the runs of every grid of `bench serve` by its name, systems in the order of `--systems`.
+
+    A round above temperature 0 is named with its seed: only runs of one seed are compared.
+    """
     found: dict[str, Runs] = {}
-    for (grid, temperature, benchmark, concurrency, system, round_), _, result in results.under("serve/"):
+    for (grid, temperature, benchmark, concurrency, system, round_), settings, result in results.under("serve/"):
         cell = found.setdefault(grid, {}).setdefault((temperature, benchmark, int(concurrency[1:])), {})
-        cell.setdefault(system, {})[round_] = result
+        seed = settings.get("seed")
+        cell.setdefault(system, {})[round_ if seed is None else f"{round_}, seed {seed}"] = result
     for grid, runs in found.items():
         order = _ordered({benchmark for _, benchmark, _ in runs})
-        found[grid] = {cell: runs[cell] for cell in sorted(runs, key=lambda cell: (cell[0], order.index(cell[1]), cell[2]))}
+        cells = sorted(runs, key=lambda cell: (cell[0], order.index(cell[1]), cell[2]))
+        found[grid] = {cell: {s: runs[cell][s] for s in results.ordered(f"serve/{grid}", runs[cell])} for cell in cells}
     return found
 
 
@@ -285,6 +301,7 @@ def serve_tables(results: Results) -> str:
             f"{100 * band:.1f} %: no speculation against itself in {null} cell{'s' * (null != 1)}, at least {100 * _stats.LEAST_FLOOR:.0f} % as in the paper. "
             "Bold is the fastest, italics are ties with it.\n\n" + _verdict(runs, systems, band)
         )
+        parts.append(_left_out(results, f"serve/{grid}"))
         for temperature in dict.fromkeys(cell[0] for cell in runs):
             some = {cell: found for cell, found in runs.items() if cell[0] == temperature}
             least = min(cell[2] for cell in some)
@@ -450,7 +467,7 @@ def beside_the_paper(results: Results) -> str:
     """Return the paper's figures beside ours, and in what the two differ."""
     parts = [f"Published figures of {_paper.SOURCE}; ours are those of the tables above. {_paper.SETUP} {_differences(results)}"]
     ours = greedy_histograms(results)
-    method = next(iter(ours), None)
+    method = next((name for name, rules in ours.items() if {"greedy", "exact"} <= rules.keys()), None)
     plain = next((name for name, rules in ours.items() if set(rules) == {"argmax"}), None)
     rows = []
     for benchmark in [*_paper.GREEDY_8B]:
@@ -528,7 +545,7 @@ def _speed_beside(results: Results) -> str:
 
 def _differences(results: Results) -> str:
     """Return what of ours is unlike the paper, read from the settings of what was measured."""
-    settings: list[dict[str, Any]] = [part["settings"] for part in results.parts.values() if "target" in part["settings"]]
+    settings: list[dict[str, Any]] = [part["settings"] for part in results.comparable().values() if "target" in part["settings"]]
     if not settings:
         return "Nothing of ours has been measured yet."
 
