@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ from vllm_lilicorr.bench import cost, report, serve
 from vllm_lilicorr.bench.__main__ import main as bench
 from vllm_lilicorr.bench._results import Results
 from vllm_lilicorr.bench._server import last_error
+from vllm_lilicorr.config import ConvConfig, DFlashConfig, DraftConfig
 from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.model import checkpoint
 
 SPEED = {"none": 100.0, "none again": 102.0, "lilicorr": 130.0, "control": 120.0}
 TAU = {"lilicorr": 2.6, "control": 2.0}
@@ -20,12 +23,15 @@ TAU = {"lilicorr": 2.6, "control": 2.0}
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """Servers and a client that only keep a log; throughput is `SPEED`, a tenth higher after a system's first run."""
-    log = SimpleNamespace(started=[], asked=[], stop_after=None)
+    log = SimpleNamespace(started=[], asked=[], options=[], stop_after=None)
+
+    started_with = log.options.append
 
     class Server:
         def __init__(self, target, speculative, options, env, dtype, eager, log):
             self.name = log.name.removeprefix("server-").removesuffix(".log").replace("-", " ")
             self.log_path = log
+            started_with(options)
 
         def __enter__(self):
             log.started.append(self.name)
@@ -87,6 +93,47 @@ def test_above_temperature_0_a_round_is_a_seed(tiny, tmp_path, client):
     assert bodies == [f'{{"add_special_tokens": false, "seed": {seed}}}' for seed in (7, 8, 9)]
 
 
+def test_servers_sample_from_the_whole_distribution_unless_told_otherwise(tiny, tmp_path, client):
+    bench(["serve", *arguments(tiny, tmp_path, "--concurrency", "1", "--server-args", "generation-config=auto")])
+    for options in client.options:
+        given = [value for name, value in zip(options, options[1:]) if name == "--generation-config"]
+        assert given == ["vllm", "auto"], "the user's is the last, which counts"
+
+
+def test_a_checkpoint_is_read_once_for_all_its_parts(tiny, tmp_path, client, monkeypatch):
+    read: list[str] = []
+    monkeypatch.setattr(serve, "checkpoint_digest", lambda draft: read.append(draft) or "digest")
+    bench(["serve", *arguments(tiny, tmp_path, "--concurrency", "1", "4")])
+    assert read == [str(tiny.lilicorr)]
+
+
+def test_what_the_client_sets_in_the_environment_does_not_reach_later_servers(tmp_path, monkeypatch):
+    from unittest.mock import MagicMock
+
+    class Benchmarks:
+        def __getattr__(self, name):
+            if name in ("add_cli_args", "main_async"):
+                seen.append(serve.os.environ.get("VLLM_LOGGING_LEVEL"))
+                monkeypatch.setitem(serve.os.environ, "SET_BY_IMPORT", "1")
+                return MagicMock() if name == "add_cli_args" else answer
+            raise AttributeError(name)
+
+    async def answer(arguments):
+        return {"completed": 3}
+
+    seen: list[str | None] = []
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    monkeypatch.delenv("SET_BY_IMPORT", raising=False)
+    monkeypatch.setattr(serve.atexit, "register", lambda function: None)
+    modules = {"vllm": MagicMock(), "vllm.benchmarks": MagicMock(), "vllm.benchmarks.serve": Benchmarks()}
+    modules |= {"vllm.utils": MagicMock(), "vllm.utils.argparse_utils": MagicMock()}
+    for name, module in modules.items():
+        monkeypatch.setitem(serve.sys.modules, name, module)
+    before = dict(serve.os.environ)
+    assert serve._Bench(SimpleNamespace(), tmp_path, [], None)._vllm_client([]) == {"completed": 3}
+    assert set(seen) == {"ERROR"} and dict(serve.os.environ) == before
+
+
 def test_an_interrupted_grid_goes_on_where_it_stopped(tiny, tmp_path, client):
     client.stop_after = 3
     command = ["serve", *arguments(tiny, tmp_path, "--concurrency", "1", "4")]
@@ -133,6 +180,32 @@ def test_two_systems_of_one_name_are_refused(tiny, tmp_path):
         bench(["serve", *arguments(tiny, tmp_path), "--systems", f"lilicorr={tiny.lilicorr}", f"lilicorr={tiny.dflash}"])
 
 
+@pytest.mark.parametrize("name", ["a/b", ""])
+def test_a_grids_name_is_one_step_of_a_key(tiny, tmp_path, client, name):
+    with pytest.raises(UserError, match=f"--name {name}: must be a name without '/'"):
+        bench(["serve", *arguments(tiny, tmp_path, "--name", name)])
+
+
+def test_only_lilicorr_without_convolution_is_its_own_control(tiny, tmp_path, client, monkeypatch):
+    command = arguments(tiny, tmp_path)
+    command[3] = f"dflash={tiny.dflash}"
+    with pytest.raises(UserError, match="is DFlashDraftModel, and only a LiLiCorrDraftModel .* --control NAME"):
+        bench(["cost", *command])
+    convolved = replace(DraftConfig.load(tiny.lilicorr), conv=ConvConfig(2, 16))
+    monkeypatch.setattr(DraftConfig, "load", lambda folder: convolved)
+    with pytest.raises(UserError, match="is LiLiCorrDraftModel with a convolution"):
+        bench(["cost", *arguments(tiny, tmp_path)])
+    assert not client.started
+
+
+def test_the_backbone_of_a_hub_id_is_a_dflash_drafter(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "resolve_folder", {"owner/draft": tiny.lilicorr}.get)
+    folder = serve.backbone_only("owner/draft", tmp_path / "plain")
+    monkeypatch.undo()
+    draft = checkpoint.load_draft(folder)
+    assert draft.config.architecture == "DFlashDraftModel" and draft.config.head == DFlashConfig()
+
+
 def test_step_times_are_differences_of_two_readings():
     before = {"steps": 100, "seconds": {"drafting": 1.0}}
     after = {"steps": 300, "seconds": {"drafting": 2.5, "candidates": 0.5}}
@@ -172,11 +245,14 @@ def test_a_servers_last_word_is_its_error():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_real_server_is_measured_by_vllms_client(tiny, tmp_path, monkeypatch, capsys):
     """One small grid through `vllm serve`, its client and its metrics, in a process of its own as a user starts it."""
     import os
     import subprocess
     import sys
+
+    from engines import one_engine
 
     pytest.importorskip("vllm")
     command = [
@@ -187,12 +263,18 @@ def test_a_real_server_is_measured_by_vllms_client(tiny, tmp_path, monkeypatch, 
         "--server-args", "max-num-batched-tokens=256",
     ]  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with one_engine(), subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            shown, said = process.communicate(timeout=1500)
+        finally:  # servers have sessions of their own: only the benchmark itself ends them
+            if process.poll() is None:
+                process.terminate()
+                process.communicate(timeout=120)
+    assert process.returncode == 0, said[-3000:]
     (runs,) = report.grids(Results.read(tmp_path)).values()
     (cell,) = runs.values()
     assert all(found["round0"]["output_tokens"] == 600 for found in cell.values())
     drafted = cell["lilicorr"]["round0"]
     assert drafted["tau"] > 1 and len(drafted["by_position"]) == 4 and drafted["step_seconds"]["steps"] >= 100
     assert cell["none"]["round0"]["drafts"] is None
-    assert "Where a decode step's time goes" in done.stdout
+    assert "Where a decode step's time goes" in shown

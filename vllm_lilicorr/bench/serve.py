@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import atexit
 import contextlib
+import functools
 import io
 import json
 import os
@@ -81,8 +82,9 @@ class System:
     draft: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
-    @property
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
+        """What determines its measurements. Read once: the checkpoint's digest takes reading all of it."""
         if self.draft is None:
             return {"draft": None}
         return {"draft": self.draft, "checkpoint": checkpoint_digest(self.draft), **dict(self.options)}
@@ -93,7 +95,7 @@ class System:
             return None
         options = dict(self.options)
         if options.pop(BACKBONE_ONLY, False):
-            return {"model": str(backbone_only(Path(self.draft), folder / self.name)), **options}
+            return {"model": str(backbone_only(self.draft, folder / self.name)), **options}
         return {"model": self.draft, **options}
 
 
@@ -143,8 +145,14 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         raise UserError(f"--systems: two are called '{next(n for n in names if names.count(n) > 1)}'; give each its own name")
     if min(args.concurrency) < 1 or args.repeats < 1:
         raise UserError("--concurrency and --repeats must be at least 1")
+    if not args.name or "/" in args.name:
+        raise UserError(f"--name {args.name}: must be a name without '/'; it is a step of the results' keys")
+    for system in systems:
+        if dict(system.options).get(BACKBONE_ONLY):
+            check_plain_backbone(str(system.draft))
     prompts, missing = _datasets.load(args.datasets, args.prompts_dir, args.num_prompts)
     results.note_missing(missing, [one.name for one in prompts])
+    results.note_order(f"serve/{args.name}", names)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminated_as_interrupted())
         bench = _Bench(args, stack.enter_context(_scratch()), prompts, stack)
@@ -239,6 +247,8 @@ class _Bench:
         if self.cpu:
             environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **environment, "LILICORR_TIMING": str(self._timing(system))}
         options = ["--max-model-len", str(args.max_model_len), "--max-num-seqs", str(max(args.concurrency)), "--no-enable-prefix-caching"]
+        # Many a target's generation_config.json truncates or penalises what is sampled; the whole distribution is measured here.
+        options += ["--generation-config", "vllm"]
         for text in args.server_args:
             name, separator, value = text.partition("=")
             options += [f"--{name}", *([value] if separator else [])]
@@ -286,12 +296,16 @@ class _Bench:
     def _vllm_client(self, arguments: list[str]) -> dict[str, Any]:
         """Return what `vllm bench serve ARGUMENTS` measures. In this process, since its imports take as long as a short run."""
         if self._client is None:
+            before = dict(os.environ)
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             try:
                 from vllm.benchmarks.serve import add_cli_args, main_async
                 from vllm.utils.argparse_utils import FlexibleArgumentParser
             except ImportError as error:
                 raise UserError(f"bench serve needs vLLM and its benchmark client ({error}); install the extra serve, or serve-cpu") from None
+            finally:  # what is set for the client, here and by its import, is not for servers started later
+                os.environ.clear()
+                os.environ.update(before)
             atexit.register(_silence)
             parser = FlexibleArgumentParser()
             add_cli_args(parser)
@@ -334,12 +348,29 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def backbone_only(draft: Path, folder: Path) -> Path:
-    """Return `folder`, holding the checkpoint's backbone as a plain DFlash drafter."""
+def check_plain_backbone(draft: str) -> None:
+    """Raise UserError unless the checkpoint's backbone is also a whole DFlash drafter: LiLiCorr's, without a convolution."""
+    from ..config import DraftConfig, LiLiCorrConfig
+    from ..model.checkpoint import resolve_folder
+
+    config = DraftConfig.load(resolve_folder(draft))
+    if not isinstance(config.head, LiLiCorrConfig) or config.conv is not None:
+        what = config.architecture + (" with a convolution" if config.conv else "")
+        raise UserError(
+            f"{draft}: is {what}, and only a {LiLiCorrConfig.architecture} without convolution can be served without its head; "
+            "measure a DFlash drafter beside it, which bench cost takes as --control NAME"
+        )
+
+
+def backbone_only(draft: str | Path, folder: Path) -> Path:
+    """Return `folder`, holding the backbone of a checkpoint (a folder or a hub id) as a plain DFlash drafter."""
     from safetensors.torch import load_file, save_file
+
+    from ..model.checkpoint import resolve_folder
 
     if folder.exists():
         return folder
+    draft = resolve_folder(draft)
     folder.mkdir()
     values = json.loads((draft / "config.json").read_text())
     values["architectures"] = ["DFlashDraftModel"]
