@@ -1,6 +1,8 @@
-"""Runs one drafting step of the V2 speculator around each head, with vLLM's own acceptance estimator: for `test_adaptive.py`.
+"""Runs one drafting step of the V2 speculator around each head, with vLLM's own acceptance estimator and sampler: for
+`test_adaptive.py`.
 
-No engine: the backbone's pass is replaced by random states. stdout: one `RESULT` line, {head: {predicted, and what decided}}.
+No engine: the backbone's pass is replaced by random states. stdout: one `RESULT` line, {head: {predicted, and what decided}, and
+"sampled": what DSpark drew and from what}.
 """
 
 from __future__ import annotations
@@ -23,11 +25,23 @@ def main() -> None:
     import interpreted
 
     interpreted.enable()
+    import numpy as np
     import torch
-    from test_drafting import BLOCKS, HEADS, HIDDEN, SLOTS, Served
+    from test_drafting import BLOCKS, HEADS, HIDDEN, SLOTS, VOCAB, Served
+    from triton.runtime.interpreter import InterpreterBuilder
     from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
+    from vllm_lilicorr.serving.head import Step
     from vllm_lilicorr.serving.v2 import DraftSpeculator
+
+    # The interpreter computes `block mask & scalar mask`, as vLLM's sampler writes it, in int32, and then refuses it as a mask.
+    store = InterpreterBuilder.create_masked_store
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        mask.data = mask.data.astype(np.bool_)
+        return store(self, pointers, value, mask, *options)
+
+    InterpreterBuilder.create_masked_store = masked_store
 
     def step(name: str) -> dict[str, Any]:
         served = Served(name)
@@ -75,7 +89,24 @@ def main() -> None:
             result["scores"] = scores.tolist()
         return result
 
-    print("RESULT " + json.dumps({name: step(name) for name in HEADS}), flush=True)
+    def sampled() -> dict[str, Any]:
+        """DSpark drawn by vLLM's own sampler, which writes the verifier's logits."""
+        served = Served("dspark")
+        rows = torch.tensor([3, 1, -1, 0, 5])
+        table = torch.full((ROWS, SLOTS, VOCAB), -7.0)
+        temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0])  # by state: block 3 is greedy, and withheld
+        tokens_out = torch.full((ROWS, SLOTS), -1)
+        step = Step(withheld=torch.arange(BLOCKS) == PAST, null_token=96)
+        tokens = served.drafting().propose(
+            served.block, "sampled", step, rows=rows, temperature=temperature, seeds=torch.arange(ROWS), tokens_out=tokens_out,
+            positions=torch.arange(SLOTS).expand(BLOCKS, -1), draft_logits=table,
+        ).tokens  # fmt: skip
+        previous = torch.cat((served.block.anchor_ids[:, None], tokens[:, :-1]), 1)
+        logits = served.vocabulary.logits(served.block.slot_hidden) + served.head.bias(previous)
+        results = {"rows": rows, "past": torch.tensor(PAST), "tokens": tokens, "tokens_out": tokens_out, "table": table}
+        return {name: tensor.tolist() for name, tensor in (results | {"logits": logits}).items()}
+
+    print("RESULT " + json.dumps({"sampled": sampled(), **{name: step(name) for name in HEADS}}), flush=True)
     os._exit(0)
 
 

@@ -1,4 +1,5 @@
-"""vLLM's adaptive verification gets what it sizes a draft by: the scores that decided, or the head's own confidence."""
+"""What the V2 runner reads beside drafts: the scores or confidence that adaptive verification sizes a draft by, and the verifier's
+logits."""
 
 from __future__ import annotations
 
@@ -48,6 +49,23 @@ def test_a_block_past_the_limit_is_not_verified_and_teaches_the_estimator_nothin
     step = steps[head]
     assert step["predicted"][step["past"]] == [0.0] * len(step["predicted"][0])
     assert step["features"][step["rows"][step["past"]]] == [0.0] * len(step["features"][0]), "the estimator's, as it was made"
+
+
+def test_dsparks_draws_leave_the_logits_they_were_drawn_from_to_the_verifier(steps: dict[str, Any]) -> None:
+    step = steps["sampled"]
+    rows, tokens, table, logits = (torch.tensor(step[name]) for name in ("rows", "tokens", "table", "logits"))
+    drafted, padded = _kinds(step)
+    torch.testing.assert_close(table[rows[drafted]], logits[drafted])
+    others = [row for row in range(len(table)) if row not in step["rows"]]
+    assert bool((table[others] == -7).all()), "padding wrote to a state"
+    out = torch.tensor(step["tokens_out"])
+    assert torch.equal(out[: len(rows)][drafted], tokens[drafted]) and bool((out[: len(rows)][padded] == -1).all())
+    # The withheld block: the mask token, with certainty at every temperature vLLM accepts.
+    mask = tokens[step["past"], 0]
+    assert bool((tokens[step["past"]] == mask).all())
+    for temperature in (0.01, 1.0, 100.0):
+        probs = (table[rows[step["past"]]] / temperature).softmax(-1)
+        torch.testing.assert_close(probs, torch.nn.functional.one_hot(mask, probs.shape[-1]).float().expand_as(probs))
 
 
 def _kinds(step: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

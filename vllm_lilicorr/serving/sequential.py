@@ -57,9 +57,9 @@ class SequentialDrafting(DraftingHead):
                 row = logits[:, slot].float()
                 added = None if steps is None else steps.correction(slot)
                 row = row if added is None else row + added
-                if step.withheld is not None:
-                    row = _certain(row, step.withheld, step.null_token)
                 chosen, distribution = draw(row, slot)
+                if step.withheld is not None:
+                    chosen = chosen.masked_fill(step.withheld, step.null_token)
                 if step.observe is not None:
                     step.observe(row, slot)
                 tokens.append(chosen)
@@ -67,10 +67,12 @@ class SequentialDrafting(DraftingHead):
                     probs.append(distribution)
                 if steps is not None and slot + 1 < slots:
                     steps.read(chosen)
-            drafted = torch.stack(tokens, 1)
+            drafted, dense = torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None
+            if step.withheld is not None and rule == "sampled":
+                make_certain(step.withheld, step.null_token, dense, options.get("draft_logits"), options.get("rows"))
             self.rate(block, drafted, step.confidence_out)
             write_live(options.get("tokens_out"), drafted, options.get("rows"))
-        return SequentialProposal(drafted, torch.stack(probs, 1) if probs else None)
+        return SequentialProposal(drafted, dense)
 
     def rate(self, block: BlockStates, tokens: Tensor, out: Tensor | None) -> None:
         """Write how likely each slot is accepted to `out` [>=N, S], where the head says so and somebody asks."""
@@ -84,10 +86,21 @@ def _argmax(logits: Tensor, slot: int) -> tuple[Tensor, None]:
     return logits.argmax(-1), None
 
 
-def _certain(logits: Tensor, where: Tensor, token: int) -> Tensor:
-    """Return logits [N, V] that leave nothing but `token` in the rows where [N] is set."""
-    only = torch.arange(logits.shape[-1], device=logits.device) == token
-    return torch.where(where[:, None], torch.where(only, 0.0, -torch.inf), logits)
+_CERTAIN = 1e30
+"""A logit beside which, at any temperature vLLM accepts, every other has no mass, and which stays finite when divided by it."""
+
+
+def make_certain(withheld: Tensor, token: int, probs: Tensor | None, table: Tensor | None, rows: Tensor | None) -> None:
+    """Leave nothing but `token` in the distributions of the blocks where withheld [N] is set: in place, in probs [N, S, V] and in
+    the verifier's logits, table [R, S, V] by state rows [N]. Of the table one column is touched, not the vocabulary."""
+    if probs is not None:
+        probs.masked_fill_(withheld[:, None, None], 0.0)
+        probs[..., token].masked_fill_(withheld[:, None], 1.0)
+    if table is not None and rows is not None:
+        # The draw has just written these rows. Adding is right for padding too: it adds 0 to a row that another block may own.
+        added = table.new_zeros(len(rows)).masked_fill_(withheld & (rows >= 0), _CERTAIN)
+        column = table[:, :, token]
+        column.index_add_(0, rows.clamp_min(0).long(), added[:, None].expand(-1, column.shape[1]))
 
 
 def sampler(options: dict[str, Any], use_fp64: bool) -> Draw:
