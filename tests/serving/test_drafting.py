@@ -18,7 +18,7 @@ from vllm_lilicorr.near_tie import Comparison
 from vllm_lilicorr.serving.conv import RowConv
 from vllm_lilicorr.serving.head import DraftingHead, Step
 from vllm_lilicorr.serving.methods import METHODS
-from vllm_lilicorr.serving.sequential import draw_uniform
+from vllm_lilicorr.serving.sequential import draw_uniform, make_certain
 
 HIDDEN, VOCAB, BLOCKS, SLOTS = 48, 97, 5, 6
 HEADS = [name for name in pairs.HEADS if name not in ("dflash", "lilicorr-conv")]
@@ -147,6 +147,42 @@ def test_a_withheld_blocks_distribution_is_the_mask_tokens(name: str, layout: st
     step = Step(withheld=torch.arange(BLOCKS) == 2, null_token=96)
     proposal = drafting.propose(served.block, "sampled", step, temperature=one, uniforms=torch.rand(BLOCKS, SLOTS))
     assert proposal.tokens[2].tolist() == [96] * SLOTS
+    probs = drafting.dense(proposal)
+    torch.testing.assert_close(probs[2], torch.eye(VOCAB)[96].expand(SLOTS, -1))
+    torch.testing.assert_close(probs.sum(-1), torch.ones(BLOCKS, SLOTS))
+    free = served.drafting()
+    unheld = free.propose(served.block, "sampled", temperature=one, uniforms=torch.zeros(BLOCKS, SLOTS))
+    torch.testing.assert_close(probs[[0, 1, 3, 4], 0], free.dense(unheld)[[0, 1, 3, 4], 0])
+
+
+@pytest.mark.parametrize("withheld", [[2], [0, 3]])
+def test_padding_leaves_a_withheld_row_of_the_verifiers_table_alone(withheld: list[int]) -> None:
+    # Padded rows are clamped to state 0, which here a withheld block owns.
+    table = torch.randn(8, SLOTS, VOCAB)
+    before = table.clone()
+    rows = torch.tensor([3, -1, 0, 5, -1])
+    where = torch.zeros(BLOCKS, dtype=torch.bool)
+    where[[*withheld, 4]] = True
+    make_certain(where, 96, None, table, rows)
+    changed = [int(rows[block]) for block in withheld]
+    torch.testing.assert_close((table[changed] / 0.01).softmax(-1), torch.eye(VOCAB)[96].expand(len(changed), SLOTS, -1))
+    kept = [row for row in range(8) if row not in changed]
+    assert torch.equal(table[kept], before[kept])
+
+
+@pytest.mark.parametrize("name", LATTICES)
+def test_a_further_draft_length_shares_the_weights_of_the_first(name: str, layout: str) -> None:
+    served = Served(name)
+    drafting = served.drafting()
+    drafting.propose(served.block, "greedy")
+    short = BlockStates(served.block.slot_hidden[:, :3], *(getattr(served.block, f) for f in FIELDS))
+    tokens = drafting.propose(short, "greedy").tokens.clone()
+    assert torch.equal(tokens, served.drafting().propose(short, "greedy").tokens)
+    first, second = (drafting._heads[slots] for slots in (SLOTS, 3))
+    if name == "lilicorr" and layout == "fused":
+        assert second.layers is first.layers
+    else:
+        assert second.head is first.head
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -166,15 +202,18 @@ def test_the_verifiers_table_holds_the_scores_of_the_candidates_and_nothing_else
     table = torch.full((8, SLOTS, VOCAB), -torch.inf)
     rows, temperature = torch.tensor([3, -1, 0, 5, 1]), torch.ones(8)
     drafting = served.drafting()
+    withheld = torch.arange(BLOCKS) == 3
+    step = Step(withheld=withheld, null_token=96)
     for seed in (0, 1):
         options = {"seeds": torch.arange(8) + seed, "positions": torch.arange(SLOTS).expand(BLOCKS, -1)}
         proposal = drafting.propose(
-            served.block, "sampled", rows=rows, temperature=temperature, draft_logits=table, tokens_out=None, **options
+            served.block, "sampled", step, rows=rows, temperature=temperature, draft_logits=table, tokens_out=None, **options
         )
-    live = rows >= 0
+    live = (rows >= 0) & ~withheld
     expected = torch.full((BLOCKS, SLOTS, VOCAB), -torch.inf).scatter_(-1, proposal.ids, proposal.scores)
     assert torch.equal(table[rows[live]], expected[live])
     assert bool((table[[2, 4, 6, 7]] == -torch.inf).all())
+    torch.testing.assert_close(table[5].softmax(-1), torch.eye(VOCAB)[96].expand(SLOTS, -1))
 
 
 @pytest.mark.parametrize("name", HEADS)

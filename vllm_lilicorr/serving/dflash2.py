@@ -30,7 +30,7 @@ class FusedDFlash2Head:
     """The selector behind the calls of `FusedLiLiCorrHead`, for up to `max_blocks` concurrent blocks of `num_slots` slots."""
 
     def __init__(self, head: DFlash2Head, *, max_blocks: int, num_slots: int) -> None:
-        self.head, self.num_slots, self.topk = head, num_slots, head.top_k
+        self.head, self.max_blocks, self.num_slots, self.topk = head, max_blocks, num_slots, head.top_k
         device, rank = head.predecessor_codebook.device, head.predecessor_codebook.shape[1]
         shape = (max_blocks, num_slots, self.topk)
         with torch.inference_mode(False):
@@ -40,6 +40,10 @@ class FusedDFlash2Head:
             # [predecessor, 1] and [gate * successor, log p] side by side, by node; [predecessor, 1] of the anchors.
             self._vectors = torch.ones(max_blocks * num_slots * self.topk, 2, rank + 1, device=device)
             self._anchors = torch.ones(max_blocks, rank + 1, device=device)
+
+    def for_slots(self, num_slots: int) -> FusedDFlash2Head:
+        """Return a head for another draft length, with its own buffers and the same weights."""
+        return FusedDFlash2Head(self.head, max_blocks=self.max_blocks, num_slots=num_slots)
 
     def candidates_from_hidden(
         self, slot_hidden: Tensor, lm_head: Callable[[Tensor], Tensor], *, vocab_size: int | None = None

@@ -74,6 +74,11 @@ class DraftingHead:
         return False
 
 
+def plain_head() -> bool:
+    """Whether the readable heads draft instead of the fused ones (LILICORR_PLAIN_HEAD=1)."""
+    return os.environ.get(PLAIN_VARIABLE, "") not in ("", "0")
+
+
 class LatticeDrafting(DraftingHead):
     """Candidates over a sharded vocabulary, scores, walk. `fused` is the head laid out for serving, `plain` its readable twin.
 
@@ -96,9 +101,12 @@ class LatticeDrafting(DraftingHead):
 
     def _head(self, num_slots: int) -> Any:
         if num_slots not in self._heads:
-            plain = os.environ.get(PLAIN_VARIABLE, "") not in ("", "0")
-            build = self.plain if plain else self.fused
-            self._heads[num_slots] = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
+            made = next(iter(self._heads.values()), None)
+            build = self.plain if plain_head() else self.fused
+            # Further lengths share the first one's weights: the KV cache has taken the memory for a second copy by then.
+            self._heads[num_slots] = (
+                build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots) if made is None else made.for_slots(num_slots)
+            )
         return self._heads[num_slots]
 
     def draft(self, block: BlockStates, rule: str, step: Step, options: dict[str, Any]) -> Any:
@@ -149,7 +157,8 @@ class LatticeDrafting(DraftingHead):
         elif self._written is not None:
             buffer[: len(self._written)].scatter_(-1, self._written, 0.0)
         self._written = proposal.ids.clone()
-        return buffer[:batch].scatter_(-1, proposal.ids, proposal.probs)
+        # Added, not written: a withheld block's candidates are one token K times.
+        return buffer[:batch].scatter_add_(-1, proposal.ids, proposal.probs)
 
 
 class LiLiCorrDrafting(LatticeDrafting):

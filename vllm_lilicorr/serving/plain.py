@@ -41,6 +41,10 @@ class PlainHead:
         self.head, self.num_slots = head, num_slots
         self._found: tuple[Tensor, Tensor] | None = None
 
+    def for_slots(self, num_slots: int) -> PlainHead:
+        """Return a head for another draft length, with the same weights."""
+        return type(self)(self.head, num_slots=num_slots)
+
     @property
     def topk(self) -> int:
         raise NotImplementedError
