@@ -42,6 +42,8 @@ RUN_BY = {
     "python trainer/regenerate.py": f"{TRAINER}/test_regenerate.py::test_vllm_writes_what_greedy_decoding_in_transformers_writes",
     "python trainer/cache.py": f"{TRAINER}/test_states.py::test_cached_rows_equal_what_the_target_computes",
     "python trainer/main.py": f"{TRAINER}/test_trainer.py::test_a_run_logs_every_term_saves_evaluates_and_exports",
+    "python trainer/split_prompts.py": f"{TRAINER}/test_split_prompts.py::"
+    "test_the_last_rows_of_every_file_are_held_out_and_the_rest_shuffled_the_same_way_twice",
     "python trainer/export.py": f"{TRAINER}/test_trainer.py::test_a_run_logs_every_term_saves_evaluates_and_exports",
     "make demo": f"{DEMO}::test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same",
     "python -m vllm_lilicorr.demo": f"{DEMO}::test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same",
