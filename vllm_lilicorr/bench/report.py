@@ -130,7 +130,7 @@ def _label(benchmark: str) -> str:
 def _greedy_table(results: Results) -> str:
     found = greedy_histograms(results)
     if not found:
-        alone = results.ordered("acceptance", {steps[1] for steps, _, _ in results.under("acceptance/T0/")})
+        alone = results.ordered("acceptance", dict.fromkeys(name for (_, name), _, _ in results.under("acceptance/T0/")))
         return f"No benchmark was measured with each of {', '.join(alone)} at T = 0: there is nothing to compare." if alone else ""
     taus, columns = _resampled(found), _columns(found)
     benchmarks = list(taus[columns[0]])
