@@ -71,7 +71,12 @@ _PROPOSE_V2 = (
     "num_speculative_tokens"
 )
 _GENERATE = "self num_reqs num_tokens_padded attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode"
+_GUMBEL = (
+    "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting logits_cache logits_cache_col use_fp64 "
+    "logits_cache_source"
+)
 _BASE_V1, _DFLASH_V2 = "v1.spec_decode.llm_base_proposer", "v1.worker.gpu.spec_decode.dflash.speculator"
+_MODEL_V2, _DFLASH_MODEL = "v1.worker.gpu.spec_decode.speculator", "model_executor.models.qwen3_dflash"
 
 RELIED_ON = (
     _symbol("v1.spec_decode.dflash", "DFlashProposer.set_inputs_first_pass", _FIRST_PASS),
@@ -92,10 +97,16 @@ RELIED_ON = (
         "self num_reqs query_start_loc num_rejected",
     ),
     _symbol(_DFLASH_V2, "DFlashSpeculator.load_draft_model", "self target_model target_attn_layer_names"),
-    _symbol("v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator.draft_logits_spec", "self vllm_config"),
-    _symbol("model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", "self weights"),
-    _symbol("model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.combine_hidden_states", "self hidden_states"),
-    _symbol("model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", "self all_k"),
+    _symbol(_MODEL_V2, "DraftModelSpeculator.draft_logits_spec", "self vllm_config"),
+    _symbol(_MODEL_V2, "DraftModelSpeculator._maybe_predict_acceptance", "self logits idx_mapping draft_step"),
+    _symbol("v1.worker.gpu.sample.gumbel", "gumbel_sample", _GUMBEL),
+    _symbol(_DFLASH_MODEL, "DFlashQwen3ForCausalLM.load_weights", "self weights"),
+    _symbol(_DFLASH_MODEL, "DFlashQwen3ForCausalLM.combine_hidden_states", "self hidden_states"),
+    _symbol(_DFLASH_MODEL, "DFlashQwen3Model._normalize_context_k", "self all_k"),
+    _symbol(
+        _DFLASH_MODEL, "DFlashQwen3DecoderLayer.__init__", "self vllm_config config layer_idx cache_config quant_config prefix"
+    ),
+    _symbol(_DFLASH_MODEL, "DFlashQwen3DecoderLayer.forward", "self positions hidden_states residual"),
     _symbol(
         "model_executor.layers.logits_processor",
         "LogitsProcessor.forward",
