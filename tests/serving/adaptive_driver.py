@@ -18,6 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 ROWS = 8
 PAST = 3  # the block that lies past the drafter's limit
+CHECKED = (
+    *(f"LILICORR_{name} cuda {mode}" for name in ("DEBUG", "PLAIN_HEAD", "TRACE") for mode in ("FULL", "FULL_AND_PIECEWISE")),
+    *("LILICORR_DEBUG cuda NONE", "LILICORR_DEBUG cuda PIECEWISE", "LILICORR_DEBUG cpu FULL", "LILICORR_TIMING cuda FULL"),
+)
+"""A debugging variable, the device, and how it captures graphs."""
 
 
 def main() -> None:
@@ -29,10 +34,12 @@ def main() -> None:
     import torch
     from test_drafting import BLOCKS, HEADS, HIDDEN, SLOTS, VOCAB, Served
     from triton.runtime.interpreter import InterpreterBuilder
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
+    from vllm_lilicorr.errors import UserError
     from vllm_lilicorr.serving.head import Step
-    from vllm_lilicorr.serving.v2 import DraftSpeculator
+    from vllm_lilicorr.serving.v2 import DraftSpeculator, check_variables
 
     # The interpreter computes `block mask & scalar mask`, as vLLM's sampler writes it, in int32, and then refuses it as a mask.
     store = InterpreterBuilder.create_masked_store
@@ -106,7 +113,19 @@ def main() -> None:
         results = {"rows": rows, "past": torch.tensor(PAST), "tokens": tokens, "tokens_out": tokens_out, "table": table}
         return {name: tensor.tolist() for name, tensor in (results | {"logits": logits}).items()}
 
-    print("RESULT " + json.dumps({"sampled": sampled(), **{name: step(name) for name in HEADS}}), flush=True)
+    def refused(name: str, device: str, mode: str) -> str | None:
+        for other in ("LILICORR_DEBUG", "LILICORR_PLAIN_HEAD", "LILICORR_TRACE"):
+            os.environ.pop(other, None)
+        os.environ[name] = "1"
+        try:
+            check_variables(device, CUDAGraphMode[mode])
+        except UserError as error:
+            return str(error)
+        return None
+
+    results = {"sampled": sampled(), **{name: step(name) for name in HEADS}}
+    results["refused"] = {name: refused(*name.split()) for name in CHECKED}
+    print("RESULT " + json.dumps(results), flush=True)
     os._exit(0)
 
 

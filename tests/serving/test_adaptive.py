@@ -1,5 +1,4 @@
-"""What the V2 runner reads beside drafts: the scores or confidence that adaptive verification sizes a draft by, and the verifier's
-logits."""
+"""What the V2 runner reads beside drafts: what adaptive verification sizes them by, and the logits they were drawn from."""
 
 from __future__ import annotations
 
@@ -66,6 +65,14 @@ def test_dsparks_draws_leave_the_logits_they_were_drawn_from_to_the_verifier(ste
     for temperature in (0.01, 1.0, 100.0):
         probs = (table[rows[step["past"]]] / temperature).softmax(-1)
         torch.testing.assert_close(probs, torch.nn.functional.one_hot(mask, probs.shape[-1]).float().expand_as(probs))
+
+
+def test_debugging_variables_are_refused_where_drafts_are_made_in_a_captured_graph(steps: dict[str, Any]) -> None:
+    for case, text in steps["refused"].items():
+        name, device, mode = case.split()
+        captured = device == "cuda" and mode.startswith("FULL") and name != "LILICORR_TIMING"
+        assert bool(text) == captured, case
+        assert not captured or (name in text and "--enforce-eager" in text and "\n" not in text)
 
 
 def _kinds(step: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,12 +101,13 @@ class LatticeDrafting(DraftingHead):
 
     def _head(self, num_slots: int) -> Any:
         if num_slots not in self._heads:
-            made = next(iter(self._heads.values()), None)
-            build = self.plain if plain_head() else self.fused
-            # Further lengths share the first one's weights: the KV cache has taken the memory for a second copy by then.
-            self._heads[num_slots] = (
-                build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots) if made is None else made.for_slots(num_slots)
-            )
+            if self._heads:
+                # Further lengths share the first one's weights: the KV cache has taken the memory for a second copy by then.
+                head = next(iter(self._heads.values())).for_slots(num_slots)
+            else:
+                build = self.plain if plain_head() else self.fused
+                head = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
+            self._heads[num_slots] = head
         return self._heads[num_slots]
 
     def draft(self, block: BlockStates, rule: str, step: Step, options: dict[str, Any]) -> Any:

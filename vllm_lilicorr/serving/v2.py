@@ -9,6 +9,7 @@ head writes neither tokens nor proposals for them. The two supported releases di
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from ..errors import UserError
 from ..model.heads import BlockStates
-from .head import Observer, Step
+from .head import PLAIN_VARIABLE, Observer, Step, plain_head
 from .hooks import served_options
 from .methods import METHODS
 from .model import served_draft
-from .trace import Trace
+from .trace import DEBUG_VARIABLE, VARIABLE, Trace, debug
 
 
 class DraftSpeculator(DFlashSpeculator):
@@ -36,6 +37,7 @@ class DraftSpeculator(DFlashSpeculator):
         if getattr(vllm_config, "watermark_config", None) is not None:
             raise UserError("watermarking cannot be combined with a drafter of vllm-lilicorr: it draws no watermark; remove one")
         super().__init__(vllm_config, device)
+        check_variables(device.type, vllm_config.compilation_config.cudagraph_mode)
         options = served_options(self.draft_model_config.hf_config)
         self.limit = options["max_len"]
         probabilistic = self.draft_logits is not None
@@ -184,6 +186,17 @@ class Speculator033(DraftSpeculator):
     def prepare_context_anchor(self, num_reqs: int, query_start_loc: Tensor, num_rejected: Tensor | None) -> None:
         assert num_rejected is not None
         self._publish_anchor(num_reqs, query_start_loc, num_rejected)
+
+
+def check_variables(device: str, mode: CUDAGraphMode | None) -> None:
+    """Raise UserError when a debugging variable is set that reads tensors back while this device drafts in a captured graph."""
+    if device != "cuda" or mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
+        return
+    asked = {DEBUG_VARIABLE: debug(), PLAIN_VARIABLE: plain_head(), VARIABLE: bool(os.environ.get(VARIABLE))}
+    for name in (name for name, is_set in asked.items() if is_set):
+        raise UserError(
+            f"{name} reads back what a captured CUDA graph drafts, which it cannot; serve with --enforce-eager or unset it"
+        )
 
 
 def build_speculator(vllm_config: VllmConfig, device: torch.device) -> DraftSpeculator:
