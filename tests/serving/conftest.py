@@ -19,5 +19,4 @@ def pair() -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def short_draft(pair: tuple[Path, Path]) -> Path:
     """The same drafter, but only good for 128 positions."""
-    folder = pair[1].with_name("short")
-    return folder if folder.exists() else pairs.with_config(pair[1], folder, max_position_embeddings=128)
+    return pairs._made(pair[1].with_name("short"), lambda folder: pairs.with_config(pair[1], folder, max_position_embeddings=128))

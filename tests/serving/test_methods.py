@@ -37,9 +37,9 @@ def case(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A small target, a drafter of the method that is good for LIMIT positions, and where they are served."""
     method, runner, release = request.param.rsplit("-", 2)
     target, draft = pairs.cached_pair(method)
-    short = draft.with_name(f"short-{method}")
-    if not short.exists():
-        pairs.with_config(draft, short, max_position_embeddings=LIMIT)
+    short = pairs._made(
+        draft.with_name(f"short-{method}"), lambda folder: pairs.with_config(draft, folder, max_position_embeddings=LIMIT)
+    )
     # The readable head where Triton is interpreted, as in test_engines.py.
     env = {"LILICORR_PLAIN_HEAD": "1"} if runner == "v2" else {}
     shifted = pairs.HEADS[method][0].shifted
