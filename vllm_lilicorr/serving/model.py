@@ -20,6 +20,7 @@ from ..model.checkpoint import canonical_name
 from ..model.heads import build_head
 from .conv import RowConv
 from .hooks import served_options
+from .methods import METHODS
 
 
 def served_draft(hf_config: Any, source: str = "config.json") -> DraftConfig:
@@ -165,6 +166,14 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         inner = getattr(language_model, "model", language_model)
         theirs = getattr(inner, "embed_tokens", None)
         theirs = getattr(inner, "embedding", None) if theirs is None else theirs
+        # A hub's checkpoint is first read here; of a folder the configuration has seen every tensor's name.
+        for what, own in (
+            ("input embedding", self.has_own_embed_tokens and self.model.embed_tokens is not theirs),
+            ("output head", self.has_own_lm_head and self.lm_head is not getattr(language_model, "lm_head", None)),
+        ):
+            if own:
+                mend = 'use "backend": "stock"' if METHODS[type(self.draft.head)].stock else "export it without"
+                raise UserError(f"{self.draft.source}: the checkpoint carries its own {what}, not the target's; {mend}")
         if self.model.embed_tokens is not theirs or not isinstance(theirs, VocabParallelEmbedding):
             raise UserError(
                 "the drafter's pipeline stage has no input embedding of the target's, which the head's candidates need; "
