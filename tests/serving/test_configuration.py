@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pairs
@@ -35,6 +36,21 @@ def _tensors(draft: Path, folder: Path, change: Any) -> str:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def _sharded(draft: Path, folder: Path) -> str:
+    """Return a copy in two files whose index has lost a tensor of one."""
+    shutil.copytree(draft, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, half in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in half}, folder / f"part{number}.safetensors", {"format": "pt"})
+        weight_map |= dict.fromkeys(half, f"part{number}.safetensors")
+    del weight_map[names[0]]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return str(folder)
 
 
@@ -98,6 +114,14 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("dspark with embedding", model(_tensors(Path(others["dspark"]), root / "o3",
                                                  lambda t: t.update({"embed_tokens.weight": t["fc.weight"].clone()})),
                                         method="dspark", num_speculative_tokens=7)),
+        ("dspark of others, no method", model(str(root / "o1"), num_speculative_tokens=7)),
+        ("dflash2 of others, no method", model(str(root / "o2"), num_speculative_tokens=7)),
+        ("dspark with embedding, no method", model(str(root / "o3"), num_speculative_tokens=7)),
+        ("scaled dspark", model(_edited(Path(others["dspark"]), root / "o4", lambda v: v.update(logit_scale=0.5)),
+                                num_speculative_tokens=7)),
+        ("unscaled dspark", model(_edited(Path(others["dspark"]), root / "o5", lambda v: v.update(logit_scale=1.0)))),
+        ("plain of others", model(_edited(root / "plain", root / "o6", lambda v: v.update(hidden_act="gelu")),
+                                   num_speculative_tokens=7)),
         ("cli file", ["--speculative-config", str(root / "good.json")]),
         ("cli inline", ["--speculative-config", json.dumps({"model": ours})]),
         ("cli short", ["-sc", str(root / "good.json")]),
@@ -126,6 +150,8 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("dspark lacks a tensor", model(_tensors(Path(others["dspark"]), root / "d1",
                                                  lambda t: t.pop("markov_head.markov_w1.weight")))),
         ("dspark of others, insisted", model(str(root / "o1"), backend="lilicorr")),
+        ("damaged shards", model(_sharded(Path(others["dspark"]), root / "d2"))),
+        ("draft topk", model(others["dspark"], dspark_draft_topk=8)),
         ("dspark walks", model(others["dspark"], path_rule="exact")),
         ("domino stock", model(others["domino"], backend="stock")),
         ("domino sampled", model(others["domino"], draft_sample_method="probabilistic")),
@@ -186,11 +212,26 @@ def test_every_method_is_served_by_our_classes_with_all_its_slots(outcomes: dict
     assert found["architectures"] == [hooks.SERVED_ARCHITECTURE] and not found["v2"]
 
 
-@pytest.mark.parametrize("case", ["dspark of others", "dflash2 of others", "dspark with embedding"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("dspark of others", "dflash2 of others", "dspark with embedding", "scaled dspark"),
+        *("dspark of others, no method", "dflash2 of others, no method", "dspark with embedding, no method"),
+    ],
+)
 def test_kinds_of_a_method_that_only_vllm_knows_are_left_to_it(outcomes: dict[str, Any], case: str) -> None:
     # On this runner it refuses them, in its own words.
     kind, text = outcomes[case]["error"]
     assert kind != "UserError" and "V1" in text, text
+
+
+def test_a_plain_drafter_that_only_vllm_reads_is_no_draft_model(outcomes: dict[str, Any]) -> None:
+    found = outcomes["plain of others"]["ok"]
+    assert found["method"] == "dflash" and found["options"] is None
+
+
+def test_a_scale_of_one_asks_for_nothing(outcomes: dict[str, Any]) -> None:
+    assert outcomes["unscaled dspark"]["ok"]["architectures"] == [hooks.SERVED_ARCHITECTURE]
 
 
 def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any]) -> None:
@@ -226,6 +267,8 @@ def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any])
         ("hidden head", ["DFlashDraftModel", "silently ignore", "LiLiCorrDraftModel"]),
         ("dspark lacks a tensor", ["markov_head.markov_w1.weight", "lacks"]),
         ("dspark of others, insisted", ["dspark_draft_topk is 8"]),
+        ("damaged shards", ["unknown to model.safetensors.index.json"]),
+        ("draft topk", ["dspark_draft_topk", '"backend": "stock"']),
         ("dspark walks", ["path_rule 'exact'", "Qwen3DSparkModel", "greedy, argmax"]),
         ("domino stock", ["DominoDraftModel", '"backend": "stock"']),
         ("domino sampled", ["probabilistic", "DominoDraftModel", 'use "greedy"']),
@@ -275,3 +318,30 @@ def test_an_unsupported_release_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match=r"vLLM 0\.31\.2: .* needs 0\.32 or 0\.33"):
         hooks.require_supported_vllm()
     hooks.require_supported_vllm.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("head", "own", "words"),
+    [
+        ("dspark", "embed_tokens", ["input embedding", '"backend": "stock"']),
+        ("dflash2", "lm_head", ["output head", '"backend": "stock"']),
+        ("domino", "embed_tokens", ["input embedding", "export it without"]),
+    ],
+)
+def test_what_a_hubs_checkpoint_carries_of_its_own_is_named_when_it_is_loaded(head: str, own: str, words: list[str]) -> None:
+    from vllm_lilicorr.errors import UserError
+    from vllm_lilicorr.serving.model import ServedDraft
+
+    assert not ServedDraft.has_own_embed_tokens and not ServedDraft.has_own_lm_head, "what vLLM's loader sets"
+    theirs = {"embed_tokens": object(), "lm_head": object()}
+    ours = theirs | {own: object()}
+    target = SimpleNamespace(model=SimpleNamespace(embed_tokens=theirs["embed_tokens"]), lm_head=theirs["lm_head"])
+    served = SimpleNamespace(
+        has_own_embed_tokens=own == "embed_tokens", has_own_lm_head=own == "lm_head", lm_head=ours["lm_head"],
+        model=SimpleNamespace(embed_tokens=ours["embed_tokens"]),
+        draft=SimpleNamespace(source="some/hub-id/config.json", head=pairs.HEADS[head][0]),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="some/hub-id") as raised:
+        ServedDraft.check_vocabulary(served, target)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(raised.value)

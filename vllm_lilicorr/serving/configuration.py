@@ -110,11 +110,12 @@ def accept_files(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 class Plan:
     """What becomes of a speculative configuration that names a drafter of ours.
 
-    stock: the keys for vLLM's own SpeculativeConfig; draft: the checkpoint's configuration; backend, path_rule: our keys.
+    stock: the keys for vLLM's own SpeculativeConfig; draft: the checkpoint's configuration, None where only vLLM can read it;
+    backend, path_rule: our keys.
     """
 
     stock: dict[str, Any]
-    draft: DraftConfig
+    draft: DraftConfig | None
     backend: str
     path_rule: str
 
@@ -132,6 +133,8 @@ def plan(spec: Mapping[str, Any], target: Any) -> Plan | None:
     model = spec.get("model")
     ours = sorted(OUR_KEYS.keys() & spec.keys())
     draft = _draft_config(model, spec.get("revision"), bool(ours)) if isinstance(model, str) else None
+    if isinstance(draft, Foreign):
+        return draft.plan(spec)
     if draft is None:
         if ours:
             names = ", ".join(HEAD_CONFIGS)
@@ -143,19 +146,37 @@ def plan(spec: Mapping[str, Any], target: Any) -> Plan | None:
     if isinstance(draft.head, DFlashConfig):
         return _plain_plan(spec, draft, target)
     hooks.require_supported_vllm()
-    found = _checked_plan(spec, draft, target)
+    found = _checked_plan(dict(spec), draft, target)
     try:
         _check_tensors(found.stock["model"], draft)
     except UserError as error:
         # Drafters of others may carry their own embedding or output head, which vLLM's implementations read.
-        if ours or draft.architecture not in _SHARED_WITH_VLLM or "unknown to" not in str(error):
+        unknown = f", unknown to a {draft.architecture};" in str(error)
+        if ours or draft.architecture not in _SHARED_WITH_VLLM or not unknown:
             raise
-        _leave_to_vllm(error, draft.architecture)
-        return None
+        return Foreign(draft.architecture, error).plan(spec)
     return found
 
 
-def _draft_config(model: str, revision: str | None, insist: bool) -> DraftConfig | None:
+@dataclass(frozen=True)
+class Foreign:
+    """A drafter of an architecture that vLLM knows too, in a kind that this package cannot read, and the reason."""
+
+    architecture: str
+    reason: UserError
+
+    def plan(self, spec: Mapping[str, Any]) -> Plan:
+        """Return the plan that leaves it to vLLM, its method named: vLLM would take most of them for a whole draft model."""
+        head = HEAD_CONFIGS[self.architecture]
+        method = METHOD
+        if head in METHODS:
+            method = METHODS[head].stock or METHOD
+            logger.warning("%s. The drafter is left to vLLM's own implementation of %s", self.reason, self.architecture)
+        given = {key: value for key, value in spec.items() if value is not None}
+        return Plan({"method": method} | given, None, "stock", "greedy")
+
+
+def _draft_config(model: str, revision: str | None, insist: bool) -> DraftConfig | Foreign | None:
     """Return the configuration of the checkpoint `model` if it is one of ours to serve.
 
     vLLM knows DFlash, DFlash2 and DSpark too, in more kinds than are trained here; what this package cannot read is left to it,
@@ -193,17 +214,11 @@ def _draft_config(model: str, revision: str | None, insist: bool) -> DraftConfig
     except UserError as error:
         if insist or names[0] not in _SHARED_WITH_VLLM:
             raise
-        if names[0] != DFlashConfig.architecture:
-            _leave_to_vllm(error, names[0])
-        return None
+        return Foreign(names[0], error)
     return draft
 
 
 _SHARED_WITH_VLLM = ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel")
-
-
-def _leave_to_vllm(reason: UserError, architecture: str) -> None:
-    logger.warning("%s. The drafter is left to vLLM's own implementation of %s", reason, architecture)
 
 
 def _refuse_variants(draft: DraftConfig, values: Mapping[str, Any]) -> None:
@@ -260,6 +275,11 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
     for key, reason in _REFUSED.items():
         if spec.get(key):
             raise UserError(f"{where}: {key} {reason}; remove it")
+    for key in offered.stock_keys if backend == "lilicorr" else ():
+        if spec.get(key) is not None:
+            raise UserError(
+                f'{where}: {key} is an option of vLLM\'s own {draft.architecture}; remove it or use "backend": "stock"'
+            )
     sampled = spec.get("draft_sample_method") == "probabilistic"
     if sampled and not offered.sampled:
         raise UserError(
@@ -333,7 +353,7 @@ def _finish(config: Any, found: Plan) -> Any:
         logger.warning("rejection_sample_method 'fly' is vLLM's lossy acceptance: outputs may differ from the target's")
     draft_model, target = config.draft_model_config, config.target_model_config
     hf_config = draft_model.hf_config
-    if found.served_here:
+    if found.draft is not None and found.served_here:
         hf_config.dflash_config = dict(hf_config.dflash_config) | {
             "vllm_lilicorr": {
                 "path_rule": found.path_rule,

@@ -18,13 +18,14 @@ class Method:
     """path_rules: the method itself first; sampled: whether it has a proposal distribution to draw from; stock: the name vLLM's
     own implementation goes by, if it has one; drafting: the class behind the runners, as module:name; variants: keys under
     `dflash_config`, or beside it, by which vLLM knows kinds of this drafter that are not trained here, and the values that ask
-    for nothing."""
+    for nothing; stock_keys: keys of vLLM's SpeculativeConfig that only its own implementation knows."""
 
     path_rules: tuple[str, ...]
     sampled: bool
     stock: str | None
     drafting: str
     variants: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    stock_keys: tuple[str, ...] = ()
 
     def build(self, model: Any, max_blocks: int) -> Any:
         """Return what drafts with the loaded `model`: a `head.DraftingHead` for at most `max_blocks` concurrent blocks."""
@@ -42,7 +43,12 @@ METHODS: dict[type[HeadConfig], Method] = {
         {"input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0), "final_logit_softcapping": (0, 0.0)},
     ),
     DSparkConfig: Method(
-        ONE_BY_ONE, True, "dspark", ".sequential:DSparkDrafting", {"dspark_bonus_anchor": (False,), "dspark_draft_topk": ()}
+        ONE_BY_ONE,
+        True,
+        "dspark",
+        ".sequential:DSparkDrafting",
+        {"dspark_bonus_anchor": (False,), "dspark_draft_topk": (), "logit_scale": (1, 1.0)},
+        stock_keys=("dspark_draft_topk",),
     ),
     DominoConfig: Method(ONE_BY_ONE, False, None, ".sequential:DominoDrafting"),
 }
