@@ -145,14 +145,18 @@ class DraftSpeculator(DFlashSpeculator):
 
         return observe
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Tensor:
+    def propose(
+        self, input_batch: Any, *args: Any, dummy_run: bool = False, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> Tensor:
         """Return drafts [num_reqs, slots]; arguments as vLLM's."""
-        drafts = super().propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
+        drafts = super().propose(input_batch, *args, dummy_run=dummy_run, num_speculative_tokens=num_speculative_tokens, **kwargs)
         if self.trace is not None and not dummy_run:
-            self._record(input_batch, drafts, num_sampled=args[4], num_rejected=args[5])
+            # Where no request wants a draft, vLLM 0.33 writes the context and hands back the drafts of the step before.
+            drafted = num_speculative_tokens != 0
+            self._record(input_batch, drafts, drafted, num_sampled=args[4], num_rejected=args[5])
         return drafts
 
-    def _record(self, input_batch: Any, drafts: Tensor, num_sampled: Tensor, num_rejected: Tensor) -> None:
+    def _record(self, input_batch: Any, drafts: Tensor, drafted: bool, num_sampled: Tensor, num_rejected: Tensor) -> None:
         assert self.trace is not None
         count = len(drafts)
         asked = input_batch.num_draft_tokens_per_req
@@ -161,9 +165,9 @@ class DraftSpeculator(DFlashSpeculator):
         withheld = self._past_limit(count).tolist()
         self.trace.step(
             list(input_batch.req_ids[:count]),
-            (num_sampled[:count] > 0).tolist(),
+            [drafted and n > 0 for n in num_sampled[:count].tolist()],
             positions.tolist(),
-            self._proposal.ids[:count].tolist(),
+            self._proposal.ids[:count].tolist() if drafted else [[]] * count,
             [[] if past else row for past, row in zip(withheld, drafts.tolist(), strict=True)],
             [n - lost if n else None for n, lost in zip(asked, num_rejected[:count].tolist(), strict=True)],
         )
