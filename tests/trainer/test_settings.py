@@ -114,6 +114,7 @@ def test_every_zero_stage_has_its_file():
         (["schedule.warmup=1.5"], r"schedule\.warmup is a share"),
         (["objective.loss=common"], r"objective\.loss is 'common', but this head has only own; set it to own"),
         (["objective.dspark.beta=0"], r"objective\.dspark\.beta must be positive"),
+        (["objective.domino.base_until=null"], r"objective\.domino\.base_until null with base 1 would never train the head"),
         (["objective.domino.base_until=0"], r"objective\.domino\.base_until must lie in \(0, 1\], or null"),
         (["objective.dspark.confidense=1"], r"objective\.dspark\.confidense is no known key; did you mean 'confidence'"),
         (["draft.head=domino", "objective.loss=common"], r"objective\.head_anchors would leave the other anchors"),
