@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -28,10 +29,10 @@ from .bench._server import Server
 from .chat import read_prompts
 from .config import DFlashConfig, DraftConfig
 from .errors import UserError, run_command
+from .files import find, folders
 from .io import check_writable_file, write_file_atomically
 from .near_tie import THRESHOLD
 
-ASSETS = Path(__file__).parent / "assets"
 TARGET = Path("models/smollm2-135m-instruct")
 KINDS = ("maths", "code", "chat", "summaries")
 STEP = "a step's cost is its time relative to a step that makes one token"
@@ -125,8 +126,8 @@ def _models(args: argparse.Namespace) -> tuple[Path, Path]:
     for name in ("limit", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(args, name)}")
-    target, draft = args.target or TARGET, args.draft or ASSETS / "smollm2-135m"
-    if args.draft is None and not draft.exists():
+    target, draft = args.target or TARGET, args.draft or folders().get("smollm2-135m")
+    if draft is None:
         raise UserError(
             "no drafter comes with this version of the package; name a target and its drafter with --target and --draft"
         )
@@ -154,14 +155,9 @@ def _require_serving() -> None:
 
 def _prompts(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Return (kind, first user turn) of the prompts to ask, kinds in turn, so that an early end has some of each."""
-    files = [args.prompts] if args.prompts else [ASSETS / "prompts" / f"{kind}.jsonl" for kind in KINDS]
+    files = [args.prompts] if args.prompts else [find(f"prompts/{kind}.jsonl") for kind in KINDS]
     by_kind = [[(file.stem, c.turns[0]) for c in read_prompts(file) if c.turns][: args.limit] for file in files]
-    return [prompt for row in _interleaved(by_kind) for prompt in row]
-
-
-def _interleaved(lists: list[list[tuple[str, str]]]) -> Iterator[list[tuple[str, str]]]:
-    for index in range(max(map(len, lists))):
-        yield [items[index] for items in lists if index < len(items)]
+    return [prompt for row in itertools.zip_longest(*by_kind) for prompt in row if prompt]
 
 
 def _slots(wanted: int | None, draft: Path) -> int:
