@@ -138,7 +138,9 @@ async def load(server: Server, seconds: float, streams: int, shape: tuple[int, i
 
     tally, until = Tally(), time.time() + seconds
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    # A connection a request: the server closes idle ones after five seconds, and a request that reuses one just then fails.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         work = [stream_of_requests(session, server, seed, until, shape, tally) for seed in range(streams)]
         await asyncio.gather(*work, watch_memory(server, until, tally))
     return tally
