@@ -185,6 +185,80 @@ def test_a_further_draft_length_shares_the_weights_of_the_first(name: str, layou
         assert second.head is first.head
 
 
+def test_a_cpu_server_projects_the_embedding_at_load_and_every_draft_length_gathers_from_it() -> None:
+    served = Served("lilicorr")
+    served.embed_candidates = None  # type: ignore[assignment]  # not asked for any more
+    drafting = served.drafting()
+    drafting.lay_out(SLOTS)
+    table = drafting._heads[SLOTS]._projected
+    token_proj = served.head.token_proj
+    torch.testing.assert_close(table, served.vocabulary.embedding @ token_proj.weight.t(), atol=1e-5, rtol=1e-5)
+    drafting.lay_out(3)
+    assert drafting._heads[3]._projected is table
+    served.vocabulary.embedding.fill_(torch.nan)  # not read any more
+    assert bool(drafting.propose(served.block, "greedy").scores.isfinite().all())
+
+
+def test_scores_do_not_depend_on_whether_the_embedding_is_projected(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("lilicorr")
+    at_load = served.drafting()
+    projected = at_load.propose(served.block, "greedy")
+    # Sharded, quantised: the candidates' rows are looked up by the target's own layer.
+    monkeypatch.setattr(served, "plain_embedding", lambda: None)
+    drafting = served.drafting()
+    looked_up = drafting.propose(served.block, "greedy")
+    assert at_load._heads[SLOTS]._projected is not None and drafting._heads[SLOTS]._projected is None
+    torch.testing.assert_close(projected.scores, looked_up.scores, atol=1e-5, rtol=1e-5)
+    assert torch.equal(projected.tokens, looked_up.tokens)
+
+
+@pytest.mark.slow
+def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_lilicorr.serving import v1
+
+    monkeypatch.setattr(v1.DFlashProposer, "load_model", lambda *_: None)
+    monkeypatch.setattr(v1, "repair_cpu_sampling", lambda: None)
+    served, proposer = Served("lilicorr"), object.__new__(v1.DraftProposer)
+    vars(served).update(check_vocabulary=lambda target: None, set_block_width=lambda width: None)
+    vars(proposer).update(
+        device=torch.device("cpu"), model=served, max_batch_size=8, num_speculative_tokens=SLOTS, runner=None, _width=0
+    )
+    proposer.load_model(torch.nn.Module())
+    assert proposer.drafting._heads[SLOTS]._projected is not None
+
+
+@pytest.mark.slow
+def test_only_a_plain_embedding_of_one_rank_is_gathered_from_here() -> None:
+    from vllm.model_executor.layers import vocab_parallel_embedding as layers
+
+    from vllm_lilicorr.serving.model import ServedDraft
+
+    class Embedding(layers.VocabParallelEmbedding):
+        def __init__(self, method: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.quant_method, self.weight = method, torch.nn.Parameter(torch.zeros(VOCAB, HIDDEN), requires_grad=False)
+
+    def found(embedding: Any, ranks: int = 1) -> Tensor | None:
+        served = SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding), tp_size=ranks)
+        return ServedDraft.plain_embedding(served)  # type: ignore[arg-type]
+
+    plain = Embedding(layers.UnquantizedEmbeddingMethod())
+    assert found(plain) is plain.weight
+    assert found(plain, ranks=2) is None
+    assert found(Embedding(object())) is None  # quantised, whatever its weight looks like
+    assert found(SimpleNamespace(base_layer=plain, weight=plain.weight)) is None  # an adapter around it
+
+
+def test_the_embedding_is_left_as_it_is_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("lilicorr")
+    drafting = served.drafting()
+    head = drafting.fused(served.head, max_blocks=8, num_slots=SLOTS)
+    head.kernels = True  # as on a GPU
+    monkeypatch.setattr(drafting, "fused", lambda *args, **options: head)
+    drafting.lay_out(SLOTS)
+    assert drafting._heads[SLOTS] is head and head._projected is None
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_padded_blocks_write_no_tokens(name: str, layout: str) -> None:
     served = Served(name)

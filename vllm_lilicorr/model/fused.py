@@ -157,14 +157,17 @@ class FusedLiLiCorrHead:
         """Takes token_proj out of every later call: the frozen embedding [V, H] is projected here, once, and `propose` gathers from the result.
 
         It is kept as [V, W] in the head's dtype (Qwen3-8B: 311 MB), against a seventh of the head's arithmetic and 8 MB of its weights a
-        call. `propose` then needs neither `embedding` nor `token_embeddings`, and ignores them. Does nothing where W = H.
+        call. `propose` then needs neither `embedding` nor `token_embeddings`, and ignores them. Heads made by `for_slots` afterwards share
+        it. Does nothing where W = H. Raises ValueError if the embedding is not H wide.
         """
         check_shape("embedding", embedding, -1, self.hidden)
         if self.node_token is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            rows = [self.node_token(part.to(self.device, self.dtype)) for part in embedding.detach().split(8192)]
-            self._projected = torch.cat(rows)
+            projected = torch.empty(len(embedding), self.width, dtype=self.dtype, device=self.device)
+            for rows, part in zip(projected.split(8192), embedding.detach().split(8192), strict=True):
+                rows.copy_(self.node_token(part.to(self.device, self.dtype)))
+        self._projected = projected
 
     def _lay_out(self, head: LiLiCorrHead) -> None:
         """Copies the weights into the shapes the products and kernels read."""

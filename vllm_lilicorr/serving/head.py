@@ -49,6 +49,9 @@ class DraftingHead:
         self._debug = debug()
         self.timing = Timing.from_environment()
 
+    def lay_out(self, num_slots: int) -> None:
+        """Do at load what the first proposal of `num_slots` drafts would do otherwise: weights, tables and buffers."""
+
     def propose(self, block: BlockStates, rule: str, step: Step = Step(), **options: Any) -> Any:
         """Return the proposal of N blocks: tokens [N, S], ids [N, S, K] and what `dense` needs.
 
@@ -99,6 +102,12 @@ class LatticeDrafting(DraftingHead):
         """Return the proposal of `head`, which holds the candidates `ids` [N, S, K]."""
         raise NotImplementedError
 
+    def lay_out(self, num_slots: int) -> None:
+        self._head(num_slots)
+
+    def precompute(self, head: Any) -> None:
+        """Give the first `head` built whatever depends on the target's weights alone; further draft lengths share it."""
+
     def _head(self, num_slots: int) -> Any:
         if num_slots not in self._heads:
             if self._heads:
@@ -107,6 +116,7 @@ class LatticeDrafting(DraftingHead):
             else:
                 build = self.plain if plain_head() else self.fused
                 head = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
+                self.precompute(head)
             self._heads[num_slots] = head
         return self._heads[num_slots]
 
@@ -166,6 +176,15 @@ class LiLiCorrDrafting(LatticeDrafting):
     """The lattice scored in sight of itself."""
 
     fused, plain = FusedLiLiCorrHead, PlainLiLiCorrHead
+
+    def precompute(self, head: Any) -> None:
+        # Where kernels run (a GPU, or its code interpreted) the embedding stays as it is: token_proj is a small part of a step
+        # there, and the table (V x W, for Qwen3-8B 311 MB) would come out of the KV cache. The readable head has no such table.
+        if not isinstance(head, FusedLiLiCorrHead) or head.kernels:
+            return
+        embedding = self.model.plain_embedding()
+        if embedding is not None:
+            head.project_embedding(embedding)
 
     def walk(self, head: Any, ids: Tensor, block: BlockStates, rule: str, options: dict[str, Any]) -> Any:
         embedding = self.model.plain_embedding()

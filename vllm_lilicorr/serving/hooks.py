@@ -112,6 +112,7 @@ RELIED_ON = (
         "LogitsProcessor.forward",
         "self lm_head hidden_states embedding_bias skip_gather",
     ),
+    _symbol("model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.embedding", "self layer input_"),
 )
 """What our subclasses override, or call expecting these parameters."""
 

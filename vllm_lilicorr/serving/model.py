@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3DecoderLayer, DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.platforms import current_platform
 
@@ -150,11 +150,11 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         return gathered.view(rows, -1, n).transpose(0, 1).contiguous()
 
     def plain_embedding(self) -> Tensor | None:
-        """Return the target's input embedding [>=V, H] if its rows can be gathered here, else None (sharded, quantised)."""
+        """Return the target's input embedding [>=V, H] if its rows can be gathered here, else None (sharded, quantised, LoRA)."""
         embedding = self.model.embed_tokens
-        weight = getattr(embedding, "weight", None)
-        plain = self.tp_size == 1 and isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2
-        return weight if plain else None
+        # Some quantised embeddings have a floating-point weight too (fp8), and an adapter's wrapper hands out the one it wraps.
+        plain = isinstance(embedding, VocabParallelEmbedding) and isinstance(embedding.quant_method, UnquantizedEmbeddingMethod)
+        return embedding.weight if plain and self.tp_size == 1 else None
 
     def embed_candidates(self, ids: Tensor) -> Tensor:
         """Return the target's input embeddings [..., H] of token ids [...], under any sharding."""
