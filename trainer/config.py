@@ -36,7 +36,8 @@ class DraftSettings:
     head: which head is trained; its own keys stand in the section `head.NAME`. mask_token_id: an id that no text contains.
     block_size: the anchor and the positions behind it; dspark and domino draft that many tokens, the others one fewer.
     conv: the grouped convolution around every sublayer (taps, channels a group); null: only where the head requires it.
-    freeze_backbone: train the head alone, on the backbone of run.warm_start.
+    freeze_backbone: train the head alone, on the backbone of run.warm_start. without: layers and tables of the head, by their
+    names in it, that are zero and stay so; what is exported is an ordinary checkpoint.
     """
 
     head: str
@@ -54,6 +55,7 @@ class DraftSettings:
     conv_kernel_size: int = 2
     conv_group_size: int = 16
     freeze_backbone: bool = False
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(

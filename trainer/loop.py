@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.errors import UserError, nearest
 from vllm_lilicorr.io import write_file_atomically
 from vllm_lilicorr.model import Draft
 from vllm_lilicorr.target import load_target
@@ -162,6 +162,8 @@ class Trainer:
             if self.rank == 0:
                 print(f"warm start from {run.warm_start}: {' and '.join(parts)}")
         draft.backbone.requires_grad_(not self.config.draft.freeze_backbone)
+        for name in self.config.draft.without:
+            _hold_at_zero(draft.head, name)
         if run.activation_checkpointing:
             for layer in (*draft.backbone.layers, *getattr(draft.head, "layers", ())):
                 layer.forward = _recomputed(layer.forward)
@@ -386,6 +388,17 @@ def _partition(model: Any, precision: str) -> None:
     if precision == "bf16":
         settings["bf16"] = {"enabled": True}
     deepspeed.initialize(model=model, config=settings)
+
+
+def _hold_at_zero(head: torch.nn.Module, name: str) -> None:
+    """Set a layer or table of the head to zero and leave it untrained; raises UserError where the head has none of that name."""
+    held = {path: p for path, p in head.named_parameters() if f"{path}.".startswith(f"{name}.")}
+    if not held:
+        parts = sorted({path.partition(".")[0] for path, _ in head.named_parameters()})
+        hint = nearest(name, parts) or f"; it has {', '.join(parts) or 'no weights'}"
+        raise UserError(f"draft.without: this head has no '{name}' to leave out{hint}")
+    for parameter in held.values():
+        torch.nn.init.zeros_(parameter.requires_grad_(False))
 
 
 def _recomputed(forward: Any) -> Any:

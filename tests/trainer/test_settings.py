@@ -78,6 +78,7 @@ def test_a_convolution_that_does_not_divide_the_width_is_a_sentence():
         ["objective.gamma=1.0"],
         ["head.lilicorr.candidate_topk=16"],
         ["head.lilicorr.num_layers=0"],
+        ["draft.without=[pass_hidden_proj, context_proj]"],
         ["draft.freeze_backbone=true", "run.warm_start=somewhere"],
     ],
 )

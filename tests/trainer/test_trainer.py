@@ -345,12 +345,52 @@ def test_a_frozen_backbone_keeps_the_checkpoints_weights_and_the_head_learns(mak
         assert not torch.equal(trained["head.out_head.weight"], fresh["head.out_head.weight"].bfloat16())
 
 
+IDENTITIES_ONLY = "draft.without=[pass_hidden_proj, feature_mlp, slot_embedding, rank_embedding, context_proj]"
+
+
+def test_without_tower_and_context_a_pairs_score_depends_on_its_two_tokens_alone(make, tmp_path):
+    options = ("run.max_steps=4", "head.lilicorr.num_layers=0", IDENTITIES_ONLY)
+    run(make(*options, "run.stop_after=2"))
+    run(make(*options))
+    export_command.main(["--run", str(make.output), "--out", str(make.output / "again")])
+    draft = load_draft(make.output / "export", dtype=torch.float32)
+    again = load_draft(make.output / "again", dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in draft.state_dict().items())
+    with make("head.lilicorr.num_layers=0", f"run.output={tmp_path}/fresh") as trainer:
+        fresh = trainer.draft.head.out_head.weight.clone()
+    assert not torch.equal(draft.head.out_head.weight, fresh.bfloat16().float()), "what is left of the head learns"
+
+    slots, topk, hidden = draft.config.num_slots, draft.config.head.candidate_topk, draft.config.hidden_size
+    tokens = torch.randn(1, slots, topk, hidden)
+
+    def pairs(tokens: torch.Tensor) -> torch.Tensor:
+        log_probs = torch.randn(1, slots, topk).log_softmax(-1).sort(-1, descending=True).values
+        context = torch.randn(1, slots, hidden), torch.randn(1, hidden)
+        return draft.head(tokens, log_probs, *context, torch.tensor([True]))[1]
+
+    with torch.no_grad():
+        scores, elsewhere = pairs(tokens), pairs(tokens)
+        assert torch.equal(scores, elsewhere) and scores.std() > 0
+        moved = pairs(tokens.roll((1, 1), (1, 2)))  # the same tokens, in other slots and ranks
+        torch.testing.assert_close(moved[:, 1:], scores[:, :-1].roll((1, 1), (2, 3)))
+        assert not torch.allclose(pairs(torch.randn_like(tokens)), scores)
+
+
+def test_a_part_that_the_head_has_not_cannot_be_left_out(make):
+    with pytest.raises(UserError, match="draft.without: this head has no 'pass_hiden_proj'.*did you mean 'pass_hidden_proj'"):
+        make("draft.without=[pass_hiden_proj]")
+    with pytest.raises(UserError, match="no 'embed' to leave out; it has anchor_norm, anchor_out_head, context_proj"):
+        make("draft.without=[embed]")
+    with pytest.raises(UserError, match="no 'rank_embedding' to leave out; it has hidden_projection, predecessor_codebook"):
+        make("draft.head=dflash2", "draft.without=[rank_embedding]")
+
+
 def test_a_run_of_an_earlier_version_resumes(make):
     """Its saved configuration lacks the keys that came later, and other heads' sections decide nothing."""
     run(make("run.max_steps=4", "run.stop_after=2"))
     path = make.output / "checkpoints/step-00000002/run.json"
     saved = json.loads(path.read_text())
-    for key in ("conv", "conv_kernel_size", "conv_group_size", "freeze_backbone"):
+    for key in ("conv", "conv_kernel_size", "conv_group_size", "freeze_backbone", "without"):
         del saved["config"]["draft"][key]
     for key in ("loss", "dflash2", "dspark", "domino"):
         del saved["config"]["objective"][key]
