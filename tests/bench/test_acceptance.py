@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from vllm_lilicorr.reference import ReferenceDecoder
 from vllm_lilicorr.target import load_target
 
 MAX_TOKENS = 24
+LATTICE, SEQUENTIAL = ("greedy", "exact", "exact-normalized", "argmax"), ("greedy", "argmax")
+HEADS = {"lilicorr": LATTICE, "dflash": ("argmax",), "dflash2": LATTICE, "dspark": SEQUENTIAL, "domino": SEQUENTIAL}
 
 
 def make_setup(tiny, **changes) -> Setup:
-    drafts = {"lilicorr": str(tiny.lilicorr), "dflash": str(tiny.dflash)}
+    drafts = {name: str(getattr(tiny, name)) for name in HEADS}
     values = dict(
         target=str(tiny.target), drafts=drafts, dtype="float32", device="cpu", threads=1, batch_size=4, max_tokens=MAX_TOKENS,
         max_prompt_tokens=None, num_slots=None,
@@ -49,9 +52,10 @@ def reference_blocks(tiny, name: str, rule: str, num_slots: int | None = None, m
 
 @pytest.mark.parametrize("num_slots", [None, 2])
 def test_simulation_accepts_what_decoding_accepts_under_every_rule(tiny, num_slots):
-    found = Worker(make_setup(tiny, num_slots=num_slots)).do(task(tiny, "lilicorr", "dflash"))
+    found = Worker(make_setup(tiny, num_slots=num_slots)).do(task(tiny, *HEADS))
     slots = num_slots or 4
-    for name, rules in (("lilicorr", ("greedy", "exact", "exact-normalized", "argmax")), ("dflash", ("argmax",))):
+    for name, rules in HEADS.items():
+        assert found[name]["rules"].keys() - {"coverage"} == set(rules)
         for rule in rules:
             expected = [np.bincount(a, minlength=slots + 1).tolist() for a in reference_blocks(tiny, name, rule, num_slots)]
             assert found[name]["rules"][rule] == expected, (name, rule)
@@ -65,6 +69,7 @@ def test_coverage_bounds_every_rule_and_needs_candidates(tiny):
     taus = {rule: _stats.tau(np.array(h)) for rule, h in found["lilicorr"]["rules"].items()}
     assert taus["coverage"] >= max(taus.values()) and taus["coverage"] > taus["argmax"]
     assert set(found["dflash"]["rules"]) == {"argmax"}
+    assert found["lilicorr"]["architecture"] == "LiLiCorrDraftModel"
 
 
 def test_past_the_drafters_limit_there_are_no_blocks(tiny, tmp_path):
@@ -73,7 +78,7 @@ def test_past_the_drafters_limit_there_are_no_blocks(tiny, tmp_path):
     limit = 30
     short = pairs.with_config(tiny.lilicorr, tmp_path / "short", max_position_embeddings=limit)
     found = Worker(make_setup(tiny, drafts={"lilicorr": str(short)})).do(task(tiny, "lilicorr"))
-    tiny_short = type(tiny)(tiny.target, short, tiny.dflash, tiny.prompts)
+    tiny_short = dataclasses.replace(tiny, lilicorr=short)
     expected = [np.bincount(a, minlength=5).tolist() for a in reference_blocks(tiny_short, "lilicorr", "greedy")]
     assert found["lilicorr"]["rules"]["greedy"] == expected
     assert np.sum(expected) < np.sum(Worker(make_setup(tiny)).do(task(tiny, "lilicorr"))["lilicorr"]["rules"]["greedy"])
@@ -116,6 +121,16 @@ def test_sampled_runs_repeat_with_their_seed(tiny):
     ]
     assert runs[0] == runs[1] != runs[2] and runs[3] != runs[0]
     assert [list(run["rules"]) for run in runs] == [["sampled"]] * 3 + [["greedy"]]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_above_temperature_zero_a_drafter_has_its_own_rule_and_draws_where_it_can(tiny, name):
+    kinds = acceptance.proposals(str(getattr(tiny, name)))
+    draws = {"sampled": "sampled"} if name in ("lilicorr", "dflash2", "dspark") else {}
+    assert kinds == {"point": HEADS[name][0]} | draws
+    for kind, rule in kinds.items():
+        found = Worker(make_setup(tiny)).do(task(tiny, name, temperature=1.0, proposal=kind, seed=1))[name]
+        assert list(found["rules"]) == [rule] and found["answered"] == 3 and np.sum(found["rules"][rule]) > 0
 
 
 def arguments(tiny, output: Path, *more: str) -> list[str]:

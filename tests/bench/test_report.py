@@ -169,7 +169,7 @@ def test_the_papers_figures_stand_beside_ours_with_what_differs(full):
     assert gsm8k[1:5] == ["7.56", "6.34", "+19.2 %", "+19.4 %"] and gsm8k[5:] == ["2.17", "1.17", "+85.7 %"]
     sampled = rows(text, "GSM8K")[1]
     assert sampled[1:] == ["6.86", "6.49", "+5.7 %", "2.00", "2.00", "+0.0 %"]
-    assert rows(text, "MBPP")[0][5:] == ["-", "-", "-"]
+    assert rows(text, "MBPP")[0][5:] == ["-", "-", "-"] and "by method" not in text
     assert "the target tiny in float32" in text and "2 prompts a benchmark" in text
     assert rows(text, "LiLiCorr + conv")[0] == ["LiLiCorr + conv", "0.436 ms, 4.7 %", "0.396 ms, 6.3 %", "-"]
 
@@ -215,6 +215,55 @@ def test_the_first_drafter_is_the_newest_commands_first(full):
     full.note_order("acceptance", ["dflash", "lilicorr"])
     assert "drafts of dflash under argmax" in report._comparison_table(full)
     assert rows(report.beside_the_paper(full), "GSM8K")[0][5:] == ["2.17", "1.17", "+85.7 %"]  # LiLiCorr is told by its rules
+
+
+METHODS = {
+    "dflash2": ("DFlash2DraftModel", ("greedy", "exact", "exact-normalized", "argmax", "coverage")),
+    "lilicorr": ("LiLiCorrDraftModel", ("greedy", "exact", "exact-normalized", "argmax", "coverage")),
+    "domino": ("DominoDraftModel", ("greedy", "argmax")),
+    "dspark": ("Qwen3DSparkModel", ("greedy", "argmax")),
+    "dflash": ("DFlashDraftModel", ("argmax",)),
+    "lilicorr+conv": ("LiLiCorrDraftModel", ("greedy", "exact", "exact-normalized", "argmax", "coverage")),
+}
+
+
+@pytest.fixture
+def compared(results) -> Results:
+    """The six drafters of a comparison; under its own rule, of 4 blocks drafter i accepts the one draft of i."""
+    found = results()
+    for place, (name, (architecture, rules)) in enumerate(METHODS.items()):
+        tables = {rule: [[4 - place // (2 if number else 1), place // (2 if number else 1)]] for number, rule in enumerate(rules)}
+        for benchmark in ("gsm8k", "mt-bench"):
+            result = {"architecture": architecture, "answered": 1, "prompts": 1, "tokens": 9, "rules": tables}
+            found.put(f"acceptance/T0/{benchmark}/{name}", {"target": "tiny", "draft": name}, result)
+    return found
+
+
+def test_each_method_stands_beside_its_own_in_the_paper(compared):
+    text = report.beside_the_paper(compared)
+    table = text.partition("Acceptance length by method")[2].partition("\n\nAcceptance length of LiLiCorr")[0]
+    assert [rows(table, system)[0][4] for system in _paper.SYSTEMS] == ["lilicorr", "dflash2", "domino", "dspark", "dflash"]
+    assert rows(table, "DSpark")[0] == ["DSpark", "6.40", "+14.5 %", "+13.0 %", "dspark", "1.75", "-12.5 %"]
+    assert rows(text, "GSM8K")[0][5:] == ["1.25", "2.00", "-37.5 %"], "LiLiCorr is told by its architecture, not by its lattice"
+
+
+def test_many_drafters_have_a_table_of_own_rules_and_one_each(compared):
+    text = report.acceptance_tables(compared)
+    headers = rows(text, "Benchmark")[:6]
+    own = [f"{name}, {rules[0]}" for name, (_, rules) in METHODS.items()]
+    assert headers[0] == ["Benchmark", *own]
+    several = {name: rules for name, (_, rules) in METHODS.items() if len(rules) > 1}
+    assert headers[1:] == [["Benchmark", *(f"{name}, {rule}" for rule in rules)] for name, rules in several.items()]
+    assert [cell[:4] for cell in rows(text, "GSM8K")[0][1:]] == ["1.00", "1.25", "1.50", "1.75", "2.00", "2.25"]
+
+
+def test_a_plot_of_many_drafters_has_a_line_each(compared, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(_plots, "_positions", lambda lines: drawn.append(list(lines)))
+    monkeypatch.setattr(_plots, "_save", lambda figure, path: pyplot.close("all"))
+    _plots.draw(compared, compared.path.parent)
+    assert drawn == [[(name, rules[0]) for name, (_, rules) in METHODS.items()]]
 
 
 def test_rounds_of_different_seeds_are_not_compared(results):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 SOURCE = "LiLiCorr, arXiv 2608.20530"
 SYSTEMS = ("LiLiCorr", "DFlash2", "Domino", "DSpark", "DFlash")
+ARCHITECTURES = ("LiLiCorrDraftModel", "DFlash2DraftModel", "DominoDraftModel", "Qwen3DSparkModel", "DFlashDraftModel")
+"""What each of SYSTEMS is called in a checkpoint."""
 
 
 class Row(NamedTuple):

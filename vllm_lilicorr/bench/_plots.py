@@ -32,6 +32,9 @@ def draw(results: Results, folder: Path) -> dict[str, list[str]]:
     matplotlib.use("Agg")
     shown: dict[str, list[str]] = {}
     lines = report.positions(results)
+    if len(lines) > report.MOST_COLUMNS:  # more than a plot can hold apart: of each drafter its own rule, which comes first
+        first: dict[str, str] = {}
+        lines = {column: shares for column, shares in lines.items() if first.setdefault(*column) == column[1]}
     if lines:
         _save(_positions(lines), folder / "acceptance_by_position.png")
         shown["acceptance"] = ["![Share of blocks accepted up to each position](acceptance_by_position.png)"]

@@ -272,7 +272,7 @@ class Worker:
         return self._drafts[name]
 
     def do(self, task: Task) -> dict[str, Any]:
-        """Return {drafter: result}; a result holds `rules`, {rule: histograms [prompts][S + 1]}, answered prompts and tokens."""
+        """Return {drafter: result}; a result holds the drafter's architecture, `rules` as {rule: histograms [prompts][S + 1]}, and counts."""
         return self._sampled(task) if task.temperature else self._greedy(task)
 
     def _slots(self, name: str) -> int:
@@ -292,7 +292,7 @@ class Worker:
                 yield Answer(prompt, decoded.output_ids[:end], decoded.output_ids[end:])
 
         answers = self._ask(task.prompts.conversations, decode)
-        return {name: self._result(answers, self._walk(name, answers)) for name in task.parts}
+        return {name: self._result(name, answers, self._walk(name, answers)) for name in task.parts}
 
     def _walk(self, name: str, answers: list[list[Answer]]) -> dict[str, list[list[int]]]:
         """Return histograms [prompts][S + 1] of every rule of a drafter along the target's answers."""
@@ -327,11 +327,12 @@ class Worker:
             for answer in turns:
                 for count in answer.accepted:
                     table[row][count] += 1
-        return {name: self._result(answers, {rule: table})}
+        return {name: self._result(name, answers, {rule: table})}
 
-    def _result(self, answers: list[list[Answer]], histograms: dict[str, list[list[int]]]) -> dict[str, Any]:
+    def _result(self, name: str, answers: list[list[Answer]], histograms: dict[str, list[list[int]]]) -> dict[str, Any]:
         tokens = sum(len(answer.tokens) for turns in answers for answer in turns)
-        return {"answered": sum(map(bool, answers)), "prompts": len(answers), "tokens": tokens, "rules": histograms}
+        counts = {"answered": sum(map(bool, answers)), "prompts": len(answers), "tokens": tokens}
+        return {"architecture": self.draft(name)[0].config.architecture, **counts, "rules": histograms}
 
     def _ask(
         self, conversations: Sequence[Conversation], decode: Callable[[list[list[int]]], Iterator[Answer]]
