@@ -102,7 +102,7 @@ def test_the_report_is_written_of_what_there_is_when_a_section_fails(tmp_path, m
     assert "| GSM8K | 1.50 (1.50-1.50) |" in (tmp_path / "out/report.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["cpu", "paper"])
+@pytest.mark.parametrize("name", ["cpu", "paper", "comparison"])
 def test_the_configurations_that_come_with_the_project_are_sound(name):
     _, sections = run.read(CONFIGS / f"{name}.yaml")
     assert {section for section, _ in sections} == {"acceptance", "serve", "cost"}
