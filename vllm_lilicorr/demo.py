@@ -1,5 +1,6 @@
 """The whole thing on one machine: a real model behind `vllm serve`, with a trained drafter, without its head, and alone.
 
+    make demo                                                       # from a checkout: SmolLM2-135M-Instruct, on a CPU
     python -m vllm_lilicorr.demo --target DIR --draft CKPT          # on a GPU or a CPU
 
 Asks three servers in turn the same prompts, one request at a time, and prints tokens a second, speed-up, acceptance length, what
@@ -11,15 +12,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import http.client
 import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
+import urllib.error
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,14 @@ from .near_tie import THRESHOLD
 
 TARGET = Path("models/smollm2-135m-instruct")
 KINDS = ("maths", "code", "chat", "summaries")
+REMEDIES = {
+    r"Address already in use": "another program took the port first; run the demo again",
+    r"PackageNotFoundError": "run 'python -m vllm_lilicorr.setup_cpu'",
+    r"(?i)out ?of ?memory|allocate memory|MemoryError|(Available|Free) memory on|No available memory|available KV cache memory \("
+    r"|Failed core proc\(s\): \{[^}]*-9|proc \S+ died unexpectedly": "memory ran out: stop other programs, or lower "
+    "--max-model-len, --gpu-memory-utilization (on a CPU too) or, on a CPU, the variable VLLM_CPU_KVCACHE_SPACE (GiB)",
+}
+"""What to do about what a server's log says."""
 STEP = "a step's cost is its time relative to a step that makes one token"
 
 
@@ -114,7 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         "--num-speculative-tokens", type=int, help="default: what was fastest for the package's drafter, else all slots"
     )
     parser.add_argument("--dtype", default="float32", help="what the servers compute in, as vLLM names it")
-    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, default=1024, help="longest prompt and answer together (default 1024)")
+    parser.add_argument("--gpu-memory-utilization", type=float, help="as vLLM has it; the share of memory a server takes")
     parser.add_argument("--json", type=Path, help="write every answer and its time to this file")
     return parser
 
@@ -163,14 +177,20 @@ def _prompts(args: argparse.Namespace) -> list[tuple[str, str]]:
 def _slots(wanted: int | None, draft: Path) -> int:
     """Return how many tokens to draft: what is asked for, else what the drafter's own serving file names, else all its slots.
 
-    Raises UserError where the drafter has not so many.
+    Raises UserError where the drafter has not so many, or the file cannot be read.
     """
-    most, file = DraftConfig.load(draft).num_slots, draft / "lilicorr.json"
+    most, file, source = DraftConfig.load(draft).num_slots, draft / "lilicorr.json", "--num-speculative-tokens"
     if wanted is None and file.exists():
-        wanted = json.loads(file.read_text(encoding="utf-8")).get("num_speculative_tokens")
-    if wanted is not None and not 1 <= wanted <= most:
-        raise UserError(f"--num-speculative-tokens: must lie in 1..{most}, what the drafter was trained for; got {wanted}")
-    return most if wanted is None else wanted
+        try:
+            wanted = json.loads(file.read_text(encoding="utf-8"))["num_speculative_tokens"]
+            source = f"{file}: num_speculative_tokens"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file}: names no num_speculative_tokens ({error}); mend or remove the file") from None
+    if wanted is None:
+        return most
+    if not isinstance(wanted, int) or not 1 <= wanted <= most:
+        raise UserError(f"{source}: must lie in 1..{most}, what the drafter was trained for; got {wanted}")
+    return wanted
 
 
 def _environment() -> dict[str, str]:
@@ -188,35 +208,61 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into what Ctrl-C is, so that either stops the server before this process ends."""
+    """Turn SIGTERM, and a terminal that is closed, into what Ctrl-C is: each stops the server before this process ends."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _serve(args: argparse.Namespace, target: Path, name: str, speculative: dict[str, Any] | None) -> Iterator[Server]:
-    """Run `vllm serve` while the block lasts, with a line of progress until it answers."""
+    """Run `vllm serve` while the block lasts, with a line of progress until it answers.
+
+    Raises UserError where it does not start or ceases to answer, with what to do; only then its log is kept.
+    """
     import torch
+    from openai import OpenAIError
 
     options = ["--max-model-len", str(args.max_model_len), "--max-num-seqs", "4"]
+    if args.gpu_memory_utilization is not None:
+        options += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
+    handle, path = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
+    os.close(handle)
+    log = Path(path)
+
+    def waiting(seconds: float) -> None:
+        _progress(f"{name}: starting vllm serve, {seconds:.0f} s")
+
     print(f"{name}: starting vllm serve", flush=True)
     began = time.monotonic()
-    server = Server(target, speculative, options, _environment(), args.dtype, eager=not torch.cuda.is_available())
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(server)
-        except UserError as error:
-            hint = "short of memory, lower --max-model-len, or on a CPU VLLM_CPU_KVCACHE_SPACE (GiB)"
-            raise UserError(f"{name}: {error}; {hint}") from None
-        print(f"{name}: vllm serve is up at {server.url('')} after {time.monotonic() - began:.0f} s", flush=True)
-        yield server
+    server = Server(target, speculative, options, _environment(), args.dtype, not torch.cuda.is_available(), log, waiting)
+    failed = False
+    try:
+        with server:
+            _progress("")
+            print(f"{name}: vllm serve is up at {server.url('')} after {time.monotonic() - began:.0f} s", flush=True)
+            yield server
+    except UserError as error:
+        failed = True
+        raise UserError(f"{name}: {error}{remedy(server.log())}") from None
+    except (OpenAIError, urllib.error.URLError, http.client.HTTPException, ConnectionResetError) as error:
+        failed = True
+        raise UserError(f"{name}: vllm serve gave no answer ({error}); its log is {log}{remedy(server.log())}") from None
+    finally:
+        if not failed:
+            log.unlink()
+
+
+def remedy(log: str) -> str:
+    """Return "; " and what to do about what a server's log says, or nothing where it says nothing that is known."""
+    return next((f"; {what}" for pattern, what in REMEDIES.items() if re.search(pattern, log)), "")
 
 
 def _client(server: Server) -> Any:

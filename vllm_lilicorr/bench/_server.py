@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def resident_bytes(pid: int) -> int:
 class Server:
     """`with Server(target, speculative, options, environment) as server:` runs `vllm serve` and waits until it is healthy.
 
-    Raises UserError where it does not start, with the last line of what it said; `log` keeps all of it.
+    Raises UserError where it does not start, with the last line of what it said; `log` keeps all of it. `waiting` is called with the
+    seconds waited so far, twice a second.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Server:
         dtype: str = "float32",
         eager: bool = True,
         log: Path | None = None,
+        waiting: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.port = free_port()
         vllm = Path(sys.executable).with_name("vllm")
@@ -67,22 +70,24 @@ class Server:
         if speculative is not None:
             text = str(speculative) if isinstance(speculative, Path) else json.dumps(speculative)
             command += ["--speculative-config", text]
-        self.command, self.env, self._path = command, env, log
+        self.command, self.env, self._path, self._waiting = command, env, log, waiting
 
     def __enter__(self) -> Server:
         if self._path is None:
             self._log: Any = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115  closed in __exit__
         else:
             self._log = self._path.open("w+")
+        began = time.monotonic()
         self.process = subprocess.Popen(
             self.command, env=self.env, stdout=self._log, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        deadline = time.time() + PATIENCE
         try:
             while not self.healthy():
-                if self.process.poll() is not None or time.time() > deadline:
+                waited = time.monotonic() - began
+                if self.process.poll() is not None or waited > PATIENCE:
                     where = f"; its log is {self._path}" if self._path else f":\n{self.log()[-6000:]}"
                     raise UserError(f"vllm serve did not start ({last_error(self.log())}){where}")
+                self._waiting(waited)
                 time.sleep(0.5)
         except BaseException:
             self.__exit__()
@@ -90,17 +95,17 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        # What it started is in its session; a killed server must not leave an engine behind.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._log.close()
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(60)
+        finally:
+            # What it started is in its session; a killed server must not leave an engine behind, nor a second Ctrl-C the server.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self._log.close()
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -152,7 +157,8 @@ class Server:
 
 
 def last_error(log: str) -> str:
-    """Return the last line of a server's log that names an error, else its last line."""
+    """Return the last line of a server's log that names an error, else its last line; one that points to another is the last resort."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b:? ", line) and "raise " not in line]
+    errors = [line for line in errors if "See root cause above" not in line] or errors
     return (errors or lines or ["it said nothing"])[-1][-400:]
