@@ -63,7 +63,16 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig,
     """
     bare = deepspeed.get("zero_optimization", {}).get("stage", 0) == 0 and "bf16" not in deepspeed
     kind = GuardedAdamW if bare else torch.optim.AdamW
-    return kind(parameters, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay)
+    # Fused: one pass over a parameter. The other forms write whole temporaries, which on a CPU cost more than a small drafter's
+    # forward pass.
+    return kind(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def learning_rate(step: int, max_steps: int, peak: float, config: ScheduleConfig) -> float:

@@ -26,13 +26,16 @@ answer "$DATA/prompts/heldout" "$DATA/heldout"
 answer "$DATA/prompts/train.jsonl" "$DATA/corpus" ${ROWS:+--limit "$ROWS"}
 
 config=(--config configs/smollm2-135m.yaml target.path=$TARGET data.path="$DATA/corpus" run.precision=$PRECISION ${STEPS:+run.max_steps=$STEPS})
-OMP_NUM_THREADS=2 $PYTHON trainer/cache.py --dtype $DTYPE "${config[@]}"
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 # one process a core: two threads that wait for each other lose more than they share
+taskset -c 0 $PYTHON trainer/cache.py --dtype $DTYPE --shard 0/2 "${config[@]}" &
+other=$!
+trap 'kill $other 2>/dev/null || true' EXIT
+taskset -c 1 $PYTHON trainer/cache.py --dtype $DTYPE --shard 1/2 "${config[@]}"
+wait $other
 taskset -c 0 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/lilicorr" &
-lilicorr=$!
-trap 'kill $lilicorr 2>/dev/null || true' EXIT
+other=$!
 taskset -c 1 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/dflash" draft.head=dflash
-wait $lilicorr
+wait $other
 trap - EXIT
 $PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$RUNS/lilicorr/export" dflash="$RUNS/dflash/export" \
     --prompts-dir "$DATA/prompts/heldout" \
