@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +122,21 @@ def test_a_second_ctrl_c_leaves_no_server_either() -> None:
     if not gone:
         server.process.kill()
     assert gone
+
+
+def test_a_closed_terminal_is_as_ctrl_c_but_under_nohup() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt), demo._terminable():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(5)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with demo._terminable():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_drafters_own_file_says_how_many_tokens_to_draft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

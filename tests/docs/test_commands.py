@@ -38,6 +38,8 @@ RUN_BY = {
     "python -m vllm_lilicorr.bench cost": f"{BENCH}/test_serve.py::test_cost_measures_the_first_systems_backbone_as_control",
     "python -m vllm_lilicorr.bench run": f"{BENCH}/test_run.py::test_everything_runs_in_turn_and_the_report_is_written",
     "python -m vllm_lilicorr.bench report": f"{BENCH}/test_report.py::test_the_command_writes_report_and_plots",
+    "python -m vllm_lilicorr.bench card": f"{BENCH}/test_card.py::"
+    "test_the_card_tells_how_the_drafter_was_made_and_what_it_reaches",
     "python docs/drawings/lattice.py": "tests/docs/test_site.py::test_the_drawing_is_what_its_script_draws",
     "python trainer/regenerate.py": f"{TRAINER}/test_regenerate.py::test_vllm_writes_what_greedy_decoding_in_transformers_writes",
     "python trainer/cache.py": f"{TRAINER}/test_states.py::test_cached_rows_equal_what_the_target_computes",

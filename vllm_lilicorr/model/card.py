@@ -7,14 +7,27 @@ from dataclasses import asdict
 
 from ..config import DraftConfig
 
+SERVING = "lilicorr.json"
+"""The file of serving options that may stand in a checkpoint's folder; its `model` is the folder itself."""
 
-def model_card(config: DraftConfig, parameters: dict[str, int]) -> str:
-    """Return README.md of a checkpoint: method, target, geometry, how to serve."""
+
+def model_card(config: DraftConfig, parameters: dict[str, int], drafts: int | None = None, sections: str = "") -> str:
+    """Return README.md of a checkpoint: method, target, geometry, `sections` of Markdown on its making, how to serve.
+
+    drafts: num_speculative_tokens of the SERVING file in the folder; None where there is none.
+    """
     target = config.target_name or "TARGET"
     method = config.architecture.removesuffix("DraftModel")
     geometry = "\n".join(f"| {key} | {value} |" for key, value in asdict(config.head).items())
     head = f"\nHead:\n\n| field | value |\n|---|---|\n{geometry}\n" if geometry else ""
-    serve = json.dumps({"model": "PATH/OF/THIS/FOLDER", "num_speculative_tokens": config.num_slots}, indent=2)
+    options = json.dumps({"model": "PATH/OF/THIS/FOLDER", "num_speculative_tokens": config.num_slots}, indent=2)
+    written = f"`{SERVING}`:\n\n```json\n{options}\n```\n\n```\nvllm serve {target} --speculative-config {SERVING}\n```"
+    beside = (
+        f"`{SERVING}` beside this file asks for {drafts} of the {config.num_slots} tokens a block:\n\n"
+        f"```\nvllm serve {target} --speculative-config PATH/OF/THIS/FOLDER/{SERVING}\n```"
+    )
+    serve = written if drafts is None else beside
+    sections = f"\n{sections}\n" if sections else ""
     return f"""---
 library_name: vllm-lilicorr
 tags: [speculative-decoding, draft-model]
@@ -33,16 +46,8 @@ verifies them: the served text is the target's own.
 | block size | {config.block_size} ({config.num_slots} drafted) |
 | layers, width | {config.num_hidden_layers}, {config.hidden_size} |
 | parameters | backbone {parameters["backbone"]:,}, head {parameters["head"]:,} |
-{head}
+{head}{sections}
 ## Serve
 
-`lilicorr.json`:
-
-```json
 {serve}
-```
-
-```
-vllm serve {target} --speculative-config lilicorr.json
-```
 """

@@ -1,0 +1,171 @@
+"""Model card and serving options of a trained drafter, from the run that made it and its acceptance lengths.
+
+    python -m vllm_lilicorr.bench card CKPT --run RUNS/lilicorr --beside RUNS/dflash --results RUNS/acceptance \\
+        --num-speculative-tokens 5 --made-by 'PROMPTS=prompts trainer/recipes/smollm2-135m.sh'
+
+Writes CKPT/README.md, which takes the place of the one that an export writes: geometry, data, hours, learning curve, acceptance
+table. And CKPT/lilicorr.json, which `vllm serve --speculative-config` takes as it is. Every figure is read from a file of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import DraftConfig
+from ..errors import UserError
+from ..io import write_file_atomically
+from ..model.card import SERVING, model_card
+from ..yaml_files import read_yaml
+from . import report
+from ._results import Results, checkpoint_digest, describe
+from ._tables import number, table
+
+ROWS = 8
+"""Of a learning curve: each is the mean over an equal share of the steps."""
+TERMS = {
+    "loss": "loss", "dflash": "L_DFlash", "ce": "L_CE", "dist": "L_dist", "oracle_prefix": "oracle prefix",
+    "selected_prefix": "right slots, head", "top1_prefix": "right slots, argmax",
+}  # fmt: skip
+"""Logged terms that a learning curve shows, and its column for each."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CKPT", help="the drafter's folder; README.md and lilicorr.json are written there"
+    )
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run.output of the training run that made it")
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", default=[], metavar="DIR", help="runs of other arms, whose curves stand beside it"
+    )
+    parser.add_argument(
+        "--results", type=Path, required=True, metavar="DIR", help="what `bench acceptance --output DIR` measured of it"
+    )
+    parser.add_argument("--made-by", required=True, metavar="COMMAND", help="the command that made it, as one types it")
+    parser.add_argument("--num-speculative-tokens", type=int, metavar="N", help="what lilicorr.json asks for, default all slots")
+    parser.add_argument(
+        "--note", default="", metavar="TEXT", help="a paragraph of your own, such as why so many tokens are drafted"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    from ..model.checkpoint import count_parameters, resolve_folder
+
+    folder = resolve_folder(args.checkpoint)
+    config = DraftConfig.load(folder)
+    slots = config.num_slots if args.num_speculative_tokens is None else args.num_speculative_tokens
+    if not 1 <= slots <= config.num_slots:
+        raise UserError(f"--num-speculative-tokens: must lie in 1..{config.num_slots}, the drafter's slots; got {slots}")
+    results = Results.read(args.results)
+    _require_measured(results, folder)
+    sections = [training(args.run, args.beside, args.made_by), measured(results), *([args.note] if args.note else [])]
+    write_file_atomically(folder / SERVING, json.dumps({"model": ".", "num_speculative_tokens": slots}, indent=2) + "\n")
+    write_file_atomically(
+        folder / "README.md", model_card(config, count_parameters(_empty(config)), slots, "\n\n".join(sections))
+    )
+    print(f"{folder}: README.md and {SERVING} are written")
+    return 0
+
+
+def _empty(config: DraftConfig) -> Any:
+    import torch
+
+    from ..model import Draft
+
+    with torch.device("meta"):
+        return Draft(config)
+
+
+def _require_measured(results: Results, folder: Path) -> None:
+    """Raise UserError where the results are of another checkpoint than the one the card is for."""
+    digest = checkpoint_digest(folder)
+    if all(part["settings"].get("checkpoint") != digest for part in results.comparable().values()):
+        raise UserError(f"{results.path}: holds no acceptance of the drafter in {folder}; run 'bench acceptance' with it first")
+
+
+def training(run: Path, beside: Sequence[Path], command: str) -> str:
+    """Return the section on how the drafter was made: command, data, hours, settings, learning curves."""
+    text = _text(run / "config.yaml")
+    records = read_metrics(run)
+    steps = [record for record in records if "loss" in record]
+    lines = [
+        "## Training",
+        f"```\n{command}\n```",
+        f"{steps[-1]['step']:,} steps in {hours(records):.2f} hours, evaluation included, as `{run.name}` of that command. {_data(run)}".strip(),
+    ]
+    for folder in (run, *beside):
+        lines += [f"Learning curve of `{folder.name}`, each row the mean over its steps:", curve(read_metrics(folder))]
+    evaluations = [
+        (folder.name, record) for folder in (run, *beside) for record in read_metrics(folder) if "evaluation_seconds" in record
+    ]
+    if evaluations:
+        rules = list(dict.fromkeys(key for _, record in evaluations for key in record if key.startswith("tau_")))
+        rows = [[name, f"{record['step']:,}", *(number(record.get(rule), 3) for rule in rules)] for name, record in evaluations]
+        header = ["Arm", "Step", *(rule.removeprefix("tau_") for rule in rules)]
+        lines += ["Acceptance length on conversations of the corpus that were held out for development:", table(header, rows)]
+    return "\n\n".join([*lines, "All settings:", f"```yaml\n{text.strip()}\n```"])
+
+
+def _data(run: Path) -> str:
+    """Return a sentence on the run's corpus, nothing where that is not here any more."""
+    from vllm_lilicorr.trainer.corpus import Corpus
+
+    path = Path(read_yaml(run / "config.yaml", "configs/smollm2-135m.yaml").get("data", {}).get("path", ""))
+    if not (path / "corpus.json").exists():
+        return ""
+    corpus = Corpus(path)
+    rows, answers = (sum(entry[key] for entry in corpus.reports) for key in ("rows", "answer_tokens"))
+    sampling = f"temperature {corpus.sampling['temperature']:g}, at most {corpus.sampling['max_tokens']} tokens a turn"
+    return f"Data: {rows:,} prompts answered by the target itself ({sampling}), {answers:,} answer tokens."
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, steps and evaluations, in order. Raises UserError where there is no step among them."""
+    path = run / "metrics.jsonl"
+    try:
+        records = [json.loads(line) for line in _text(path).splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON Lines ({error}); the run's own file is expected") from None
+    if not any("loss" in record for record in records):
+        raise UserError(f"{path}: holds no training step; name run.output of a run that has taken some")
+    return records
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name run.output of the training run") from None
+
+
+def hours(records: Sequence[dict[str, Any]]) -> float:
+    """Return the time of all steps and evaluations; what a run waited between two starts is not in it."""
+    return sum(record.get("seconds", 0.0) + record.get("evaluation_seconds", 0.0) for record in records) / 3600
+
+
+def curve(records: Sequence[dict[str, Any]]) -> str:
+    """Return the learning curve as a table of at most ROWS rows."""
+    steps = [record for record in records if "loss" in record]
+    terms = {term: title for term, title in TERMS.items() if any(term in record for record in steps)}
+    edges = np.linspace(0, len(steps), min(ROWS, len(steps)) + 1).round().astype(int)
+    rows = []
+    for first, end in itertools.pairwise(edges):
+        some = steps[first:end]
+        means = [np.mean([record[term] for record in some if term in record] or [np.nan]) for term in terms]
+        so_far = hours([record for record in records if record["step"] <= some[-1]["step"]])
+        rows.append([f"{some[0]['step']:,}-{some[-1]['step']:,}", f"{so_far:.2f}", *(number(float(mean), 3) for mean in means)])
+    return table(["Steps", "Hours", *terms.values()], rows)
+
+
+def measured(results: Results) -> str:
+    """Return the section on acceptance: the report's tables, and where and how they were measured."""
+    runs = [run for run in results.invocations if "acceptance" in run["command"] or "bench run" in run["command"]]
+    where = f"Measured on {describe(results.machine)}, on prompts that were never trained on:"
+    commands = dict.fromkeys(f"- {run['date']}, commit {(run['commit'] or 'none')[:12]}: `{run['command']}`" for run in runs)
+    return "\n\n".join([report.acceptance_tables(results), "\n".join([where, "", *commands])])
