@@ -25,6 +25,7 @@ def main() -> None:
         interpreted.enable()
     began = time.time()
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
     if job.get("falsify"):
@@ -45,15 +46,19 @@ def main() -> None:
         prompts = [{"prompt_token_ids": ids} for ids in phase["prompts"]]
         given = phase["params"]
         each = [params(given[i] if isinstance(given, list) else given) for i in range(len(prompts))]
+        folders = phase.get("adapters") or [None] * len(prompts)
+        adapters = [LoRARequest("adapter", 1, folder) if folder else None for folder in folders]
         result["first_request"].append(counted)
         counted += len(prompts)
         began = time.time()
         if phase.get("serial"):
             outputs = [
-                out for prompt, one in zip(prompts, each, strict=True) for out in llm.generate([prompt], one, use_tqdm=False)
+                out
+                for prompt, one, adapter in zip(prompts, each, adapters, strict=True)
+                for out in llm.generate([prompt], one, use_tqdm=False, lora_request=adapter)
             ]
         else:
-            outputs = llm.generate(prompts, each, use_tqdm=False)
+            outputs = llm.generate(prompts, each, use_tqdm=False, lora_request=adapters)
         result["phases"].append(
             {
                 "seconds": time.time() - began,

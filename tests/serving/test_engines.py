@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pairs
 import pytest
+import torch
 from engines import RELEASES, Run, compare_drafts, compare_outputs, run
+from safetensors.torch import load_file, save_file
 
 from vllm_lilicorr.bench.serve import backbone_only
 from vllm_lilicorr.model.checkpoint import load_draft
@@ -140,24 +144,60 @@ def test_the_heads_kernels_draft_the_same_inside_the_v2_runner(pair: tuple[Path,
     compare_outputs(pair[0], _phases(done)).check()
 
 
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+CONSTRAINED = {"temperature": 0, "max_tokens": 48, "json_schema": SCHEMA}
+STRUCTURED = {"prompts": pairs.PROMPTS[:4], "params": [CONSTRAINED, {**GREEDY, "max_tokens": 24}] * 2}
+UNDRAFTED = [{"prompts": SHORT, "params": {**GREEDY, "max_tokens": 16}}, STRUCTURED]
+DEBUG = {"LILICORR_DEBUG": "1"}
+
+
 @pytest.mark.parametrize("speculation", ["none", "stock DFlash"])
 def test_vllm_without_our_drafters_is_what_it_was(pair: tuple[Path, Path], tmp_path: Path, speculation: str) -> None:
-    draft, spec = None, None
+    draft, spec, phases = None, None, UNDRAFTED
     if speculation != "none":
         draft, spec = backbone_only(pair[1], tmp_path / "plain"), {"method": "dflash", "num_speculative_tokens": SLOTS}
-    phases = [{"prompts": SHORT, "params": {**GREEDY, "max_tokens": 16}}]
-    ours, theirs = (
-        run(pair[0], draft, phases, speculative=spec, env={"LILICORR_DEBUG": "1", **env}) for env in ({}, {"VLLM_PLUGINS": ""})
-    )
-    assert ours.tokens(0) == theirs.tokens(0)
+        phases = UNDRAFTED[:1]
+    ours, theirs = (run(pair[0], draft, phases, speculative=spec, env={**DEBUG, **env}) for env in ({}, {"VLLM_PLUGINS": ""}))
+    for phase in range(len(phases)):
+        assert ours.tokens(phase) == theirs.tokens(phase)
     assert ours.result["metrics"] == theirs.result["metrics"]
     assert ours.result["drafter"] == theirs.result["drafter"] == ("NoneType" if draft is None else "DFlashProposer")
     assert not ours.trace
 
 
+def test_adapters_change_the_targets_text_and_not_where_drafts_come_from(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    adapter, adapted = make_adapter(pair[0], tmp_path)
+    # One after the other: vLLM's CPU build gives the adapter to every request of a batch that mixes them, with or without drafts.
+    params = {**GREEDY, "max_tokens": 24}
+    phases = [{"prompts": SHORT, "params": params}, {"prompts": SHORT, "params": params, "adapters": [str(adapter)] * 3}]
+    done = run(*pair, phases, enable_lora=True, max_lora_rank=8)
+    assert done.tokens(0) != done.tokens(1), "the adapter changes nothing"
+    for phase, target in enumerate((pair[0], adapted)):
+        outputs = zip(SHORT, done.tokens(phase), strict=True)
+        compare_outputs(target, [(f"phase {phase}", prompt, output) for prompt, output in outputs]).check()
+    assert done.result["metrics"]["num_accepted_tokens"]
+
+
+def make_adapter(target: Path, folder: Path, rank: int = 4) -> tuple[Path, Path]:
+    """Return a random LoRA adapter of the target's query and value projections, and the target with it merged in."""
+    adapter, merged = folder / "adapter", folder / "merged"
+    shutil.copytree(target, merged)
+    weights, tensors, generator = load_file(target / "model.safetensors"), {}, torch.Generator().manual_seed(3)
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "v_proj.weight"))]:
+        rows, columns = weights[name].shape
+        down, up = (torch.randn(shape, generator=generator) * 0.2 for shape in ((rank, columns), (rows, rank)))
+        weights[name] = weights[name] + (up @ down).to(weights[name].dtype)
+        part = "base_model.model." + name.removesuffix(".weight")
+        tensors |= {f"{part}.lora_A.weight": down, f"{part}.lora_B.weight": up}
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    description = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(description))
+    return adapter, merged
+
+
 def test_structured_output_is_what_it_is_without_drafts(pair: tuple[Path, Path]) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
-    constrained, free = {"temperature": 0, "max_tokens": 48, "json_schema": schema}, {**GREEDY, "max_tokens": 24}
-    phases = [{"prompts": pairs.PROMPTS[:4], "params": [constrained, free, constrained, free]}]
-    drafted, plain = (run(pair[0], draft, phases, max_num_seqs=8) for draft in (pair[1], None))
-    assert drafted.tokens(0) == plain.tokens(0)
+    drafted = run(*pair, [STRUCTURED])
+    plain = run(pair[0], None, UNDRAFTED, env=DEBUG)  # the engine of the test above
+    assert drafted.tokens(0) == plain.tokens(1)

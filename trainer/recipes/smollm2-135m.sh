@@ -25,7 +25,7 @@ answer() { # prompts, corpus, further options
 answer "$DATA/prompts/heldout" "$DATA/heldout"
 answer "$DATA/prompts/train.jsonl" "$DATA/corpus" ${ROWS:+--limit "$ROWS"}
 
-config=(--config configs/smollm2-135m.yaml target.path=$TARGET data.path="$DATA/corpus" run.precision=$PRECISION ${STEPS:+run.max_steps=$STEPS})
+config=(--config configs/smollm2-135m.yaml target.path=$TARGET data.path="$DATA/corpus" run.precision=$PRECISION evaluation.every=1000 ${STEPS:+run.max_steps=$STEPS})
 export OMP_NUM_THREADS=1 # one process a core: two threads that wait for each other lose more than they share
 taskset -c 0 $PYTHON trainer/cache.py --dtype $DTYPE --shard 0/2 "${config[@]}" &
 other=$!

@@ -57,6 +57,12 @@ class ServedLayer(DFlashQwen3DecoderLayer):
         return self.mlp_conv.convolve_rows(x, behind, self.block_width), residual
 
 
+def without_adapter(layer: Any) -> Any:
+    """Return the layer that vLLM's LoRA wrapper stands around: a drafter embeds and draws with the target's own weights, for
+    tokens of which the wrapper knows no adapter."""
+    return getattr(layer, "base_layer", layer)
+
+
 class ServedBackbone(DFlashQwen3Model):
     """vLLM's backbone, its context keys normed by each layer's own weight on the CPU too."""
 
@@ -165,7 +171,7 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         language_model = target.get_language_model() if hasattr(target, "get_language_model") else target
         inner = getattr(language_model, "model", language_model)
         theirs = getattr(inner, "embed_tokens", None)
-        theirs = getattr(inner, "embedding", None) if theirs is None else theirs
+        theirs = without_adapter(getattr(inner, "embedding", None) if theirs is None else theirs)
         # A hub's checkpoint is first read here; of a folder the configuration has seen every tensor's name.
         for what, own in (
             ("input embedding", self.has_own_embed_tokens and self.model.embed_tokens is not theirs),

@@ -21,6 +21,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from ..model.heads import BlockStates
 from .hooks import served_options
 from .methods import METHODS
+from .model import without_adapter
 from .trace import Trace
 
 # Below this vLLM's V1 sampler takes a row for greedy.
@@ -78,6 +79,7 @@ class DraftProposer(DFlashProposer):
         if self.device.type == "cpu":
             repair_cpu_sampling()
         model = self._served()
+        model.model.embed_tokens = without_adapter(model.model.embed_tokens)  # the V2 runner hands out the layer itself
         model.check_vocabulary(target_model)
         self.shifted = model.draft.head.shifted
         self.drafting = METHODS[type(model.draft.head)].build(model, self.max_batch_size)
