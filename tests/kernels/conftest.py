@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -25,6 +27,11 @@ from vllm_lilicorr.model.heads.lilicorr import LiLiCorrHead
 
 MODE = "cuda" if torch.cuda.is_available() else "interpreter" if INTERPRETED else "torch"
 DEVICE = "cuda" if MODE == "cuda" else "cpu"
+if MODE == "interpreter":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # interpreted.py
+    from interpreted import quicken
+
+    quicken()
 EXAMPLES = {"cuda": 12, "torch": 25, "interpreter": 5}[MODE]  # a new shape is a new kernel to compile, or many programs to interpret
 SEED = int(os.environ.setdefault("LILICORR_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import types
+from typing import Any
 
 
 def enable() -> None:
@@ -24,3 +25,41 @@ def enable() -> None:
 
     libdevice.log1p = lambda x: tl.log(1.0 + x)
     backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
+    quicken()
+
+
+def quicken() -> None:
+    """Have the interpreter do once what it does again and again with the same result; what it computes stays the same.
+
+    It patches all of triton.language at a launch and then at every call of a device function inside it, and builds its table
+    of types at every look-up: together most of the time of a kernel as small as those here. A release that does neither, or
+    by other names, is left as it is.
+    """
+    from triton.runtime import interpreter
+
+    if not all(hasattr(interpreter, name) for name in ("GridExecutor", "_patch_lang", "_get_np_dtype")):
+        return
+    launch, patch, look_up = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
+    patched: set[int] = set()
+    known: dict[str, Any] = {}
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()  # the end of the launch before undid its patches
+        return launch(self, *args, **kwargs)
+
+    def patch_once(function: Any) -> Any:
+        # What is patched depends on nothing but the names that the function's module has for triton.language.
+        module = id(function.__globals__)
+        if module in patched:
+            return None  # a device function's call, which ignores it
+        patched.add(module)
+        return patch(function)
+
+    def np_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = look_up(kind)
+        return known[name]
+
+    interpreter.GridExecutor.__call__ = launched
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, np_dtype
