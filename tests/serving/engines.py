@@ -44,7 +44,11 @@ def environment(release: str = "0.32", **extra: str) -> dict[str, str]:
         made = subprocess.run([sys.executable, str(HERE / "make_vllm033.py")], capture_output=True, text=True)
         if made.returncode:
             pytest.skip(f"vLLM 0.33 cannot be made here (no network?): {made.stderr.strip()[-200:]}")
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (made.stdout.split()[-1], env.get("PYTHONPATH"))))
+        folder = made.stdout.split()[-1]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, env.get("PYTHONPATH"))))
+        # Which features a model class has takes vLLM a process to find out, and it keeps one release's answer: two releases
+        # in one cache would each forget the other's.
+        env["VLLM_CACHE_ROOT"] = f"{folder}-cache"
     return env
 
 
