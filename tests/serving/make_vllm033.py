@@ -12,6 +12,8 @@ It stands in the user's cache (VLLM_LILICORR_CACHE moves it). The wheel, 340 MB,
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 VERSION = "0.33.0"
@@ -27,6 +30,15 @@ VERSION = "0.33.0"
 def cache_folder() -> Path:
     root = os.environ.get("VLLM_LILICORR_CACHE") or Path.home() / ".cache" / "vllm-lilicorr"
     return Path(root) / f"vllm-{VERSION}-cpu"
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process makes `path`: tests run in several, and each needs it made once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def libraries() -> list[Path]:
@@ -43,7 +55,6 @@ def libraries() -> list[Path]:
 
 def make(folder: Path) -> None:
     root = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])  # type: ignore[union-attr, index]
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", scratch]
         # Published for a GPU's Linux only; the wheel's Python files are the same everywhere.
@@ -70,10 +81,11 @@ def make(folder: Path) -> None:
 def ensure() -> Path:
     """Return the folder, made now if it does not stand or its libraries have moved."""
     folder = cache_folder()
-    links = [path for path in folder.rglob("*.so") if path.is_symlink()]
     wanted = {library.name for library in libraries()}
-    if {link.name for link in links if link.exists()} != wanted:
-        make(folder)
+    with alone(folder):
+        links = [path for path in folder.rglob("*.so") if path.is_symlink()]
+        if {link.name for link in links if link.exists()} != wanted:
+            make(folder)
     return folder
 
 
