@@ -45,7 +45,7 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml vllm_lilicorr/
 	touch $@
 
 test: lint
-	$(BIN)/pytest -q --durations=25 -n 2 --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/pytest -q --durations=25 -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # mypy must see kernels/ and trainer/ under the names they are installed by, so it reads a tree of links that has them there.
 lint: setup

@@ -6,7 +6,6 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 # Before torch is imported anywhere; child processes inherit it. Sums depend on how many threads share them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,25 +23,18 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
+LONGEST = (
+    "serving/test_sampling", "core/test_reference", "serving/test_engines", "serving/test_methods", "serving/test_demo",
+    "trainer/test_run", "serving/test_http", "serving/test_configuration", "kernels/test_interpreter", "bench/test_serve",
+    "core/test_packaging", "trainer/test_regenerate",
+)  # fmt: skip
+"""The files that take longest, in that order: shared out first, file by file (a file's expensive fixtures are
+made once), so that the processes of `make test` end together."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest share first: the serving tests, which all go to one process (see below)."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/serving/"))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share tests out by file, so that a file's expensive fixtures are made once, and all of serving as one.
-
-    Two engines side by side would each measure and take the same memory. (xdist's own way to say this, xdist_group, has
-    no effect from pytest 9.2 on.)
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "tests/serving" if nodeid.startswith("tests/serving/") else nodeid.split("::")[0]
-
-    return ByFile(config, log)
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

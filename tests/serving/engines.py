@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -13,13 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from make_vllm033 import alone
 
 from vllm_lilicorr.model.checkpoint import load_draft
 from vllm_lilicorr.near_tie import Comparison
@@ -33,6 +31,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
+    # One thread wherever it finds room: bound to a core, it would share that core with another test's.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -103,7 +103,7 @@ def run(
     # Tests of one module may be spread over processes: an engine that another one has run is not run again.
     digest = hashlib.sha256(json.dumps([job, release, extra], sort_keys=True).encode()).hexdigest()
     kept = _results_folder() / f"{digest}.json"
-    with one_engine():
+    with alone(kept):
         if not kept.exists():
             kept.write_text(json.dumps(_run(job, environment(release, **extra), timeout)))
     result, blocks = json.loads(kept.read_text())
@@ -120,14 +120,6 @@ def _results_folder() -> Path:
     if "PYTEST_XDIST_TESTRUNUID" not in os.environ:  # with several processes, nobody knows who is the last
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-@contextlib.contextmanager
-def one_engine() -> Iterator[None]:
-    """Wait until no other test process runs an engine: each takes all cores and much memory."""
-    with open(Path(tempfile.gettempdir(), f"vllm-lilicorr-engine-{os.getuid()}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _run(job: dict[str, Any], env: dict[str, str], timeout: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from make_vllm033 import cache_folder
+from make_vllm033 import alone, cache_folder
 from torch import Tensor
 
 import vllm_lilicorr.model
@@ -231,18 +229,18 @@ def cached_pair(head: str = "lilicorr") -> tuple[Path, Path]:
 
 def _made(folder: Path, make: Callable[[Path], Path]) -> Path:
     """Return `folder`, which `make` fills unless it is there already."""
-    if not folder.exists():
-        scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-        scratch.parent.mkdir(parents=True, exist_ok=True)
+    with alone(folder):
+        if folder.exists():
+            return folder
+        scratch = folder.with_name(f".{folder.name}")
+        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             make(scratch)
         finally:
             torch.set_num_threads(threads)
-        with contextlib.suppress(OSError):  # another process was faster
-            scratch.rename(folder)
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.rename(folder)
     return folder
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engines import environment, one_engine
+from engines import environment
 
 from vllm_lilicorr import demo
 from vllm_lilicorr.demo import Agreement, Answer, Run
@@ -68,6 +68,11 @@ def command(pair: tuple[Path, Path], prompts: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "vllm_lilicorr.demo", *models, *options]
 
 
+def on_one_core(group: str) -> dict[str, str]:
+    """Return the environment of a demo that `servers_of` finds. It would take every core; here other tests run beside it."""
+    return environment(VLLM_CPU_OMP_THREADS_BIND=str(min(os.sched_getaffinity(0))), DEMO_UNDER_TEST=group)
+
+
 @contextmanager
 def started(arguments: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """Run the demo; a test that fails or times out ends it as a user would, and with it its server."""
@@ -80,7 +85,7 @@ def started(arguments: list[str], environ: dict[str, str]) -> Iterator[subproces
             process.communicate()
 
 
-def servers_of(group: int) -> list[str]:
+def servers_of(group: str) -> list[str]:
     """Return the command lines of live processes that descend from, or were started in a session by, the demo."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -97,28 +102,22 @@ def servers_of(group: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_demo_serves_three_ways_and_shows_that_the_text_is_the_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    environ = {**environment(), "DEMO_UNDER_TEST": "1"}
-    with (
-        one_engine(),
-        started(
-            command(pair, tmp_path / "few.jsonl", "--max-tokens", "24", "--json", f"{tmp_path}/out.json"), environ
-        ) as process,
-    ):
+    options = ("--max-tokens", "24", "--json", f"{tmp_path}/out.json")
+    with started(command(pair, tmp_path / "few.jsonl", *options), on_one_core("1")) as process:
         output, errors = process.communicate()
     assert process.returncode == 0, errors[-3000:]
     assert re.search(r"^LiLiCorr .* yes \(\d of 3", output, re.M), output
     assert re.search(r"^head off .* yes \(\d of 3", output, re.M), output
     runs = {run["name"]: run for run in json.loads((tmp_path / "out.json").read_text())}
     assert runs["LiLiCorr"]["accepted"]["few"] > 0 and not runs["no drafts"]["drafts"]["few"]
-    assert not servers_of(1)
+    assert not servers_of("1")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ctrl_c_leaves_no_process(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    environ = {**environment(), "DEMO_UNDER_TEST": "2"}
-    with one_engine(), started(command(pair, tmp_path / "few.jsonl"), environ) as process:
-        while len(servers_of(2)) < 2:
+    with started(command(pair, tmp_path / "few.jsonl"), on_one_core("2")) as process:
+        while len(servers_of("2")) < 2:
             assert process.poll() is None, process.communicate()
             time.sleep(0.5)
         time.sleep(5)
@@ -126,4 +125,4 @@ def test_ctrl_c_leaves_no_process(pair: tuple[Path, Path], tmp_path: Path) -> No
         _, errors = process.communicate()
     assert process.returncode == 130, errors[-2000:]
     assert "Traceback" not in errors
-    assert not servers_of(2)
+    assert not servers_of("2")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pairs
 import pytest
 import soak
-from engines import compare_outputs, environment, one_engine
+from engines import compare_outputs, environment
 
 from vllm_lilicorr.bench._server import Server
 
@@ -26,7 +26,7 @@ def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     file = tmp_path_factory.mktemp("http") / "lilicorr.json"
     file.write_text(json.dumps({"model": str(pair[1]), "draft_sample_method": "probabilistic"}))
     options = ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "1024"]
-    with one_engine(), Server(pair[0], file, options, environment(LILICORR_DEBUG="1")) as running:
+    with Server(pair[0], file, options, environment(LILICORR_DEBUG="1")) as running:
         yield running
 
 
