@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
@@ -117,3 +118,9 @@ def load(engine: Any, folder: Path, name: str) -> None:
         raise UserError(
             f"{folder / name}: DeepSpeed cannot load it; remove the folder and name an earlier one in {folder / LATEST}"
         )
+    optimizer = engine.basic_optimizer
+    if any(group.get("fused") for group in optimizer.param_groups):
+        for parameter, moments in optimizer.state.items():
+            # DeepSpeed brings a universal checkpoint's step count on the CPU; the fused step of a GPU reads it as its own memory.
+            if torch.is_tensor(moments.get("step")):
+                moments["step"] = moments["step"].to(parameter.device)

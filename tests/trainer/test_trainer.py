@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -383,6 +384,20 @@ def test_a_part_that_the_head_has_not_cannot_be_left_out(make):
         make("draft.without=[embed]")
     with pytest.raises(UserError, match="no 'rank_embedding' to leave out; it has hidden_projection, predecessor_codebook"):
         make("draft.head=dflash2", "draft.without=[rank_embedding]")
+
+
+def test_a_step_count_that_a_checkpoint_brings_goes_where_the_fused_step_reads_it(tmp_path):
+    from vllm_lilicorr.trainer import checkpoints
+
+    def load(fused: bool | None) -> str:
+        parameter = torch.empty(2, device="meta")  # a GPU's, were there one
+        state = {parameter: {"step": torch.tensor(3.0)}}
+        optimizer = SimpleNamespace(param_groups=[{"params": [], "fused": fused}], state=state)
+        engine = SimpleNamespace(load_checkpoint=lambda folder, tag: (folder, {}), basic_optimizer=optimizer)
+        checkpoints.load(engine, tmp_path, "universal")
+        return state[parameter]["step"].device.type
+
+    assert (load(True), load(None)) == ("meta", "cpu")
 
 
 def test_a_run_of_an_earlier_version_resumes(make):
