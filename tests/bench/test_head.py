@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from vllm_lilicorr.bench import head as bench
-from vllm_lilicorr.bench.resources import Geometry
+from vllm_lilicorr.bench.resources import GEOMETRIES, Geometry
 
 CPU = torch.device("cpu")
 
 
 def geometry(width: int) -> Geometry:
     return Geometry(hidden=48, width=width, factor_dim=16, heads=2, vocab=300, slots=3)
+
+
+def test_the_stages_of_the_packages_drafter_are_timed_at_its_size() -> None:
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    trained = yaml.safe_load((configs / "smollm2-135m.yaml").read_text())
+    g = GEOMETRIES[yaml.safe_load((configs / "bench/cpu.yaml").read_text())["cost"]["stages"]]
+    timed = {
+        "candidate_topk": g.topk, "hidden_size": g.width, "num_layers": g.layers, "num_heads": g.heads, "mlp_ratio": g.mlp_ratio,
+        "factor_dim": g.factor_dim,
+    }  # fmt: skip
+    assert timed.items() <= trained["head"]["lilicorr"].items() and g.block_size == trained["draft"]["block_size"]
 
 
 def stages(monkeypatch: Any, width: int) -> list[str]:

@@ -50,7 +50,8 @@ class Geometry:
 GEOMETRIES = {
     "8b": Geometry(4096, 1024, 1024, 8, 151936),
     "4b": Geometry(2560, 1024, 1024, 8, 151936),
-    "smollm2": Geometry(576, 576, 256, 8, 49152),
+    "smollm2": Geometry(576, 576, 256, 8, 49152),  # as wide as its target
+    "smollm2-135m": Geometry(576, 256, 256, 8, 49152, slots=7),  # configs/smollm2-135m.yaml
 }
 
 
