@@ -34,6 +34,13 @@ def test_the_file_says_where_when_and_how(results):
     assert [values["parts"][key]["invocation"] for key in "abc"] == [0, 0, 1]
 
 
+def test_a_commit_is_shortened_and_a_changed_tree_stays_marked():
+    digits = "0123456789abcdef" * 3
+    assert _results.short(digits[:40]) == digits[:12]
+    assert _results.short(f"{digits[:40]} with uncommitted changes") == f"{digits[:12]} with uncommitted changes"
+    assert _results.short(None) == "none"
+
+
 def test_nothing_measured_leaves_no_trace(results):
     results().put("a", {}, 1)
     before = results().path.read_text()

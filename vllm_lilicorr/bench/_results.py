@@ -240,6 +240,14 @@ def commit() -> str | None:
     return head.stdout.strip() + (" with uncommitted changes" if changed.stdout.strip() else "")
 
 
+def short(commit: str | None) -> str:
+    """Return a commit as `commit` has it with twelve of its digits, the mark of a changed tree kept."""
+    if commit is None:
+        return "none"
+    digits, space, mark = commit.partition(" ")
+    return digits[:12] + space + mark
+
+
 def checkpoint_digest(folder: str | Path) -> str:
     """Return 16 hex digits that name a drafter's files: one retrained at the same path is another drafter."""
     from ..model.checkpoint import resolve_folder

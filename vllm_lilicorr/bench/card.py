@@ -24,7 +24,7 @@ from ..io import write_file_atomically
 from ..model.card import SERVING, model_card
 from ..yaml_files import read_yaml
 from . import report
-from ._results import Results, checkpoint_digest, describe
+from ._results import Results, checkpoint_digest, describe, short
 from ._tables import number, table
 
 ROWS = 8
@@ -167,5 +167,5 @@ def measured(results: Results) -> str:
     """Return the section on acceptance: the report's tables, and where and how they were measured."""
     runs = [run for run in results.invocations if "acceptance" in run["command"] or "bench run" in run["command"]]
     where = f"Measured on {describe(results.machine)}, on prompts that were never trained on:"
-    commands = dict.fromkeys(f"- {run['date']}, commit {(run['commit'] or 'none')[:12]}: `{run['command']}`" for run in runs)
+    commands = dict.fromkeys(f"- {run['date']}, commit {short(run['commit'])}: `{run['command']}`" for run in runs)
     return "\n\n".join([report.acceptance_tables(results), "\n".join([where, "", *commands])])

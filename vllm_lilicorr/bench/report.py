@@ -14,7 +14,7 @@ import numpy as np
 
 from ..io import write_file_atomically
 from . import _datasets, _paper, _stats
-from ._results import FILE, Results, describe
+from ._results import FILE, Results, describe, short
 from ._tables import marked, mean_deviation, number, percent, percent_interval, table, with_interval
 from .acceptance import COVERAGE
 from .serve import AGAIN, NONE
@@ -60,7 +60,7 @@ def preamble(results: Results) -> str:
     rows = []
     for run in results.invocations:
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        rows.append([run["date"], f"`{run['command']}`", (run["commit"] or "no commit")[:12], versions])
+        rows.append([run["date"], f"`{run['command']}`", short(run["commit"]), versions])
     # One line a command and commit: a run that was interrupted and resumed has several.
     unique = [next(group) for _, group in itertools.groupby(rows, key=lambda row: row[1:])]
     lines = [
