@@ -254,7 +254,7 @@ def _serve(args: argparse.Namespace, target: Path, name: str, speculative: dict[
     except UserError as error:
         failed = True
         raise UserError(f"{name}: {error}{remedy(server.log())}") from None
-    except (OpenAIError, urllib.error.URLError, http.client.HTTPException, ConnectionResetError) as error:
+    except (OpenAIError, urllib.error.URLError, http.client.HTTPException, ConnectionResetError, TimeoutError) as error:
         failed = True
         raise UserError(f"{name}: vllm serve gave no answer ({error}); its log is {log}{remedy(server.log())}") from None
     finally:
