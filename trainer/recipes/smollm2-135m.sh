@@ -40,3 +40,16 @@ trap - EXIT
 $PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$RUNS/lilicorr/export" dflash="$RUNS/dflash/export" \
     --prompts-dir "$DATA/prompts/heldout" \
     --max-tokens "${MAX_TOKENS:-256}" --processes 2 --output "$RUNS/acceptance"
+
+# How many tokens to draft is chosen by speed, on conversations that were neither trained on nor are what the drafter is judged by.
+unset OMP_NUM_THREADS
+$PYTHON trainer/held_out_prompts.py "${config[@]}" --prompts "$DATA/prompts/train.jsonl" --out "$DATA/prompts/development/development.jsonl"
+systems=()
+for n in 2 3 4 5 7; do systems+=("n$n=$RUNS/lilicorr/export,num_speculative_tokens=$n"); done
+$PYTHON -m vllm_lilicorr.bench serve --target $TARGET --prompts-dir "$DATA/prompts/development" --num-prompts 12 --max-tokens 96 \
+    --systems "${systems[@]}" --concurrency 1 --repeats 3 --dtype float32 \
+    --max-model-len 2048 --together --output "$RUNS/lengths"
+ASSETS=${ASSETS:-vllm_lilicorr/assets/smollm2-135m}
+rm -rf "$ASSETS" && cp -r "$RUNS/lilicorr/export" "$ASSETS"
+$PYTHON -m vllm_lilicorr.bench card "$ASSETS" --run "$RUNS/lilicorr" --beside "$RUNS/dflash" --results "$RUNS/acceptance" \
+    --lengths "$RUNS/lengths" --made-by "PROMPTS=DIR${STEPS:+ STEPS=$STEPS} trainer/recipes/smollm2-135m.sh"

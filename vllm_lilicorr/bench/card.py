@@ -1,7 +1,7 @@
 """Model card and serving options of a trained drafter, from the run that made it and its acceptance lengths.
 
     python -m vllm_lilicorr.bench card CKPT --run RUNS/lilicorr --beside RUNS/dflash --results RUNS/acceptance \\
-        --num-speculative-tokens 5 --made-by 'PROMPTS=prompts trainer/recipes/smollm2-135m.sh'
+        --lengths RUNS/lengths --made-by 'PROMPTS=prompts trainer/recipes/smollm2-135m.sh'
 
 Writes CKPT/README.md, which takes the place of the one that an export writes: geometry, data, hours, learning curve, acceptance
 table. And CKPT/lilicorr.json, which `vllm serve --speculative-config` takes as it is. Every figure is read from a file of the run.
@@ -48,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, required=True, metavar="DIR", help="what `bench acceptance --output DIR` measured of it"
     )
     parser.add_argument("--made-by", required=True, metavar="COMMAND", help="the command that made it, as one types it")
-    parser.add_argument("--num-speculative-tokens", type=int, metavar="N", help="what lilicorr.json asks for, default all slots")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--num-speculative-tokens", type=int, metavar="N", help="what lilicorr.json asks for, default all slots")
+    length.add_argument(
+        "--lengths", type=Path, metavar="DIR",
+        help="take the fastest N: what `bench serve --output DIR` measured of systems that differ in num_speculative_tokens alone",
+    )
     parser.add_argument(
         "--note", default="", metavar="TEXT", help="a paragraph of your own, such as why so many tokens are drafted"
     )
@@ -59,12 +64,14 @@ def main(args: argparse.Namespace) -> int:
 
     folder = resolve_folder(args.checkpoint)
     config = DraftConfig.load(folder)
-    slots = config.num_slots if args.num_speculative_tokens is None else args.num_speculative_tokens
+    slots, lengths = config.num_slots if args.num_speculative_tokens is None else args.num_speculative_tokens, ""
+    if args.lengths:
+        slots, lengths = fastest(Results.read(args.lengths), folder)
     if not 1 <= slots <= config.num_slots:
         raise UserError(f"--num-speculative-tokens: must lie in 1..{config.num_slots}, the drafter's slots; got {slots}")
     results = Results.read(args.results)
     _require_measured(results, folder)
-    sections = [training(args.run, args.beside, args.made_by), measured(results), *([args.note] if args.note else [])]
+    sections = [training(args.run, args.beside, args.made_by), measured(results), *filter(None, [lengths, args.note])]
     write_file_atomically(folder / SERVING, json.dumps({"model": ".", "num_speculative_tokens": slots}, indent=2) + "\n")
     write_file_atomically(
         folder / "README.md", model_card(config, count_parameters(_empty(config)), slots, "\n\n".join(sections))
@@ -89,6 +96,41 @@ def _require_measured(results: Results, folder: Path) -> None:
         raise UserError(f"{results.path}: holds no acceptance of the drafter in {folder}; run 'bench acceptance' with it first")
 
 
+def fastest(results: Results, folder: Path) -> tuple[int, str]:
+    """Return how many drafted tokens were fastest, and the section that shows it.
+
+    Of the drafter in `folder`, at temperature 0 and the lowest concurrency, by the mean speed-up over the benchmarks. Raises
+    UserError where nothing of it was measured.
+    """
+    digest = checkpoint_digest(folder)
+    lengths = {
+        place[4]: settings["system"]["num_speculative_tokens"]
+        for place, settings, _ in results.under("serve/")
+        if settings["system"].get("checkpoint") == digest and "num_speculative_tokens" in settings["system"]
+    }
+    cells = [(key, cell) for runs in report.grids(results).values() for key, cell in runs.items() if key[0] == "T0"]
+    least = min((key[2] for key, _ in cells), default=0)
+    some = [cell for key, cell in cells if key[2] == least]
+    rows = {}
+    for system, length in sorted(lengths.items(), key=lambda item: item[1]):
+        measured = [cell for cell in some if system in cell]
+        if measured:
+            tau, speed_up = (np.mean([of(cell, system) for cell in measured]) for of in (report.served_tau, report.speed_up))
+            rows[length] = (float(tau), float(speed_up))
+    if not rows:
+        raise UserError(
+            f"{results.path}: holds no speed of the drafter in {folder} with a num_speculative_tokens; run 'bench serve' with "
+            "--systems n3=CKPT,num_speculative_tokens=3 and the like first"
+        )
+    best = max(rows, key=lambda length: rows[length][1])
+    shown = table(["Tokens a block", "tau", "Speed-up"], [[str(n), number(tau, 3), number(up, 3)] for n, (tau, up) in rows.items()])
+    text = (
+        f"## Tokens a block\n\nOn conversations of the corpus that were held out for development, concurrency {least}, measured on "
+        f"{describe(results.machine)}; {best} were fastest:\n\n{shown}"
+    )
+    return best, text
+
+
 def training(run: Path, beside: Sequence[Path], command: str) -> str:
     """Return the section on how the drafter was made: command, data, hours, settings, learning curves."""
     text = _text(run / "config.yaml")
@@ -97,7 +139,7 @@ def training(run: Path, beside: Sequence[Path], command: str) -> str:
     lines = [
         "## Training",
         f"```\n{command}\n```",
-        f"{steps[-1]['step']:,} steps in {hours(records):.2f} hours, evaluation included, as `{run.name}` of that command. {_data(run)}".strip(),
+        f"{steps[-1]['step']:,} steps in {hours(records):.2f} hours, evaluation included, as `{run.name}` of that command. {_data(run)}",
     ]
     for folder in (run, *beside):
         lines += [f"Learning curve of `{folder.name}`, each row the mean over its steps:", curve(read_metrics(folder))]
@@ -113,12 +155,12 @@ def training(run: Path, beside: Sequence[Path], command: str) -> str:
 
 
 def _data(run: Path) -> str:
-    """Return a sentence on the run's corpus, nothing where that is not here any more."""
+    """Return a sentence on the run's corpus. Raises UserError where that is not here any more."""
     from vllm_lilicorr.trainer.corpus import Corpus
 
     path = Path(read_yaml(run / "config.yaml", "configs/smollm2-135m.yaml").get("data", {}).get("path", ""))
     if not (path / "corpus.json").exists():
-        return ""
+        raise UserError(f"{path}: the run's corpus is not there, of which the card tells; write the card where the run was made")
     corpus = Corpus(path)
     rows, answers = (sum(entry[key] for entry in corpus.reports) for key in ("rows", "answer_tokens"))
     sampling = f"temperature {corpus.sampling['temperature']:g}, at most {corpus.sampling['max_tokens']} tokens a turn"
