@@ -4,8 +4,9 @@
     python -m vllm_lilicorr.demo --target DIR --draft CKPT          # on a GPU or a CPU
 
 Asks three servers in turn the same prompts, one request at a time, and prints tokens a second, speed-up, acceptance length, what
-a step costs, and whether the text stayed the same. In float32 by default: half-precision text depends on how many tokens a step
-holds, with any speculation. Without --target, it is SmolLM2-135M-Instruct, with the drafter of the package if it has one.
+a step costs, and whether the text stayed the same. In float32 on a CPU: half-precision text depends on how many tokens a step
+holds, with any speculation. On a GPU in the target's own precision, in which not all attention kernels have a float32 form.
+Without --target, it is SmolLM2-135M-Instruct, with the drafter of the package if it has one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 from . import smollm2
 from .bench._server import Server
 from .chat import read_prompts
-from .config import DFlashConfig, DraftConfig
+from .config import DraftConfig, LiLiCorrConfig
 from .errors import UserError, run_command
 from .files import find, folders
 from .io import check_writable_file, write_file_atomically
@@ -87,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     _require_serving()
     prompts = _prompts(args)
     slots = _slots(args.num_speculative_tokens, draft)
+    args.dtype = args.dtype or _dtype()
     common = {"model": str(draft), "num_speculative_tokens": slots}
     variants: list[tuple[str, dict[str, Any] | None]] = [
         ("LiLiCorr", {**common, "path_rule": "greedy"}),
@@ -110,6 +112,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(tie.explained for tie in ties) or args.dtype != "float32" else 1
 
 
+def _dtype() -> str:
+    import torch
+
+    return "auto" if torch.cuda.is_available() else "float32"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -126,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-speculative-tokens", type=int, help="default: what was fastest for the package's drafter, else all slots"
     )
-    parser.add_argument("--dtype", default="float32", help="what the servers compute in, as vLLM names it")
+    parser.add_argument(
+        "--dtype", help="what the servers compute in, as vLLM names it (default: float32 on a CPU, the target's on a GPU)"
+    )
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest prompt and answer together (default 1024)")
     parser.add_argument("--gpu-memory-utilization", type=float, help="as vLLM has it; the share of memory a server takes")
     parser.add_argument("--json", type=Path, help="write every answer and its time to this file")
@@ -145,8 +155,10 @@ def _models(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(
             "no drafter comes with this version of the package; name a target and its drafter with --target and --draft"
         )
-    if isinstance(DraftConfig.load(draft).head, DFlashConfig):
-        raise UserError(f"--draft {draft}: is a plain DFlash drafter, without a head to show; vllm serve takes it as it is")
+    if not isinstance(DraftConfig.load(draft).head, LiLiCorrConfig):
+        raise UserError(
+            f"--draft {draft}: is no LiLiCorr drafter, whose head the demo turns on and off; vllm serve takes it as it is"
+        )
     if args.json:
         check_writable_file(args.json)
     if args.target is None and smollm2.make(target):
@@ -365,7 +377,12 @@ def report(runs: Sequence[Run], agreements: Sequence[Agreement]) -> str:
     for run, agreement in zip(runs, [*agreements, None]):
         tau, speedup = run.tau(kinds), run.rate(kinds) / plain.rate(kinds)
         by_kind = [f"{run.rate([kind]) / plain.rate([kind]):.2f}x" for kind in kinds]
-        shown = [f"{tau:.2f}", f"{tau / speedup:.2f}x", str(agreement)] if tau else ["", "1.00x", ""]
+        if agreement is None:
+            shown = ["", "1.00x", ""]
+        elif tau is None:  # not one draft was verified
+            shown = ["-", "-", str(agreement)]
+        else:
+            shown = [f"{tau:.2f}", f"{tau / speedup:.2f}x", str(agreement)]
         rows.append([run.name, f"{run.rate(kinds):.1f}", f"{speedup:.2f}x", *by_kind, *shown])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

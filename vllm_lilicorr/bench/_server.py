@@ -132,9 +132,10 @@ class Server:
                 return error.code, text
 
     def complete(self, prompt: list[int], **params: Any) -> dict[str, Any]:
-        """Return the first choice of a completion, its `token_ids` among it."""
+        """Return the first choice of a completion, its `token_ids` among it; raises UserError where the server refuses."""
         status, answer = self.post("/v1/completions", {"prompt": prompt, "return_token_ids": True, **params})
-        assert status == 200, answer
+        if status != 200:
+            raise UserError(f"vllm serve answered with status {status}: {json.dumps(answer)[:400]}")
         return answer["choices"][0]
 
     def metrics(self) -> dict[str, float]:
