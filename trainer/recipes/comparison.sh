@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the six arms of the paper's comparison for SmolLM2-135M-Instruct, and measures them side by side.
 #
-#   [STEPS=n] [DATA=DIR] trainer/recipes/comparison.sh
+#   [STEPS=n] trainer/recipes/comparison.sh
 #
 # After trainer/recipes/smollm2-135m.sh, whose corpus and states all arms see in the same order. Two cores, an arm on each. Started
 # again after an interruption, it continues.
