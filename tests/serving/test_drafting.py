@@ -219,7 +219,8 @@ def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(mon
     monkeypatch.setattr(v1.DFlashProposer, "load_model", lambda *_: None)
     monkeypatch.setattr(v1, "repair_cpu_sampling", lambda: None)
     served, proposer = Served("lilicorr"), object.__new__(v1.DraftProposer)
-    vars(served).update(check_vocabulary=lambda target: None, set_block_width=lambda width: None)
+    shared = SimpleNamespace(embed_tokens=None)  # the layer that vLLM shares with the target
+    vars(served).update(model=shared, check_vocabulary=lambda target: None, set_block_width=lambda width: None)
     vars(proposer).update(
         device=torch.device("cpu"), model=served, max_batch_size=8, num_speculative_tokens=SLOTS, runner=None, _width=0
     )
