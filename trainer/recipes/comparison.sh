@@ -9,9 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 source trainer/recipes/arms.sh
 
-# DSpark and Domino predict from the anchor's position too: blocks of 7 draft as many tokens as the others' of 8. What their heads
-# correct is what they draft from, so their losses take every anchor, as L_DFlash does in the other arms.
-shifted="draft.block_size=7 objective.head_anchors=null"
+# DSpark and Domino predict from the anchor's position too: blocks of 7 draft as many tokens as the others' of 8.
+shifted="draft.block_size=7"
 train_arms runs/comparison \
     "domino draft.head=domino $shifted" \
     "dspark draft.head=dspark $shifted" \
