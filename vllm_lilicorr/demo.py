@@ -6,7 +6,7 @@
 Asks three servers in turn the same prompts, one request at a time, and prints tokens a second, speed-up, acceptance length, what
 a step costs, and whether the text stayed the same. In float32 on a CPU: half-precision text depends on how many tokens a step
 holds, with any speculation. On a GPU in the target's own precision, in which not all attention kernels have a float32 form.
-Without --target, it is SmolLM2-135M-Instruct, with the drafter of the package if it has one.
+Without --target, it is SmolLM2-135M-Instruct, with the package's own drafter.
 """
 
 from __future__ import annotations

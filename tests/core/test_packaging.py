@@ -97,6 +97,21 @@ def test_wheel_holds_every_source_file_under_its_import_name(distributions: tupl
     assert names == expected
 
 
+def test_the_wheel_holds_a_drafter_with_card_and_serving_options_and_stays_small(distributions: tuple[Path, Path]) -> None:
+    assert "smollm2-135m" in folders()
+    names = ("config.json", "model.safetensors", "README.md", "lilicorr.json")
+    files = {f"vllm_lilicorr/assets/smollm2-135m/{name}" for name in names}
+    for built in distributions:
+        assert built.stat().st_size < 36e6, "32 MB of weights and all the rest"
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        held = {entry.filename: entry.file_size for entry in wheel.infolist() if "assets/smollm2-135m/" in entry.filename}
+        options = json.loads(wheel.read("vllm_lilicorr/assets/smollm2-135m/lilicorr.json"))
+        card = wheel.read("vllm_lilicorr/assets/smollm2-135m/README.md").decode()
+    assert held.keys() == files and sum(held.values()) <= 32e6
+    assert options["model"] == "." and 1 <= options["num_speculative_tokens"] <= 7
+    assert "## Training" in card and "## Acceptance length" in card, "python -m vllm_lilicorr.bench card writes it"
+
+
 def test_base_install_requires_neither_vllm_nor_deepspeed(distributions: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(distributions[1]) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
@@ -169,7 +184,8 @@ def test_what_comes_with_the_package_is_found(environment: Path) -> None:
     here = subprocess.run([sys.executable, "-m", "vllm_lilicorr.files"], capture_output=True, text=True).stdout
     assert listed.stdout == here, "a wheel and a checkout offer the same"
     names = here.split()
-    assert {"configs/lilicorr.json", "configs/qwen3-8b.yaml", "configs/deepspeed/zero1.json", "prompts/chat.jsonl"} <= set(names)
+    assert {"configs/lilicorr.json", "configs/qwen3-8b.yaml", "configs/deepspeed/zero1.json"} <= set(names)
+    assert {"prompts/chat.jsonl", "smollm2-135m"} <= set(names)
     for name in names:
         found = Path(run(environment, "-m", "vllm_lilicorr.files", name).stdout.strip())
         assert found.exists() and found.is_relative_to(environment.parents[1]), name
@@ -179,10 +195,8 @@ def test_what_comes_with_the_package_is_found(environment: Path) -> None:
 
 
 def test_the_quickstart_runs_where_only_the_wheel_is(environment: Path, smollm2: Path, tmp_path: Path) -> None:
-    if "smollm2-135m" not in folders():
-        pytest.skip("no drafter comes with the package yet, and the quickstart decodes with it")
     # The target is there already, as after a first call: making it is tested in test_smollm2.py.
-    (tmp_path / "smollm2").symlink_to(smollm2.resolve(), target_is_directory=True)
+    (tmp_path / "smollm2-135m-instruct").symlink_to(smollm2.resolve(), target_is_directory=True)
     page = ROOT / "docs/quickstart.md"
     variables = os.environ | {"PATH": f"{environment.parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     variables.pop("PYTHONPATH", None)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vllm_lilicorr.files import folders
 
 from .commands import PAGES, ROOT, Command, Wrong, all_commands, blocks, check, commands, node_exists, simple_commands
 
@@ -173,6 +176,7 @@ def test_vllm_parses_every_serve_command_of_the_documentation(tmp_path: Path) ->
     assert len(shown) >= 3
     for file in (ROOT / "configs").glob("lilicorr*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folders()["smollm2-135m"], tmp_path / "lilicorr-smollm2")
     code = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser

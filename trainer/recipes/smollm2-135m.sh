@@ -39,15 +39,16 @@ wait $other
 trap - EXIT
 $PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$RUNS/lilicorr/export" dflash="$RUNS/dflash/export" \
     --prompts-dir "$DATA/prompts/heldout" \
-    --max-tokens "${MAX_TOKENS:-256}" --processes 2 --output "$RUNS/acceptance"
+    --max-tokens "${MAX_TOKENS:-256}" --temperature 0 --processes 2 --output "$RUNS/acceptance"
 
 # How many tokens to draft is chosen by speed, on conversations that were neither trained on nor are what the drafter is judged by.
+# Five servers at once: 14 GB.
 unset OMP_NUM_THREADS
 $PYTHON trainer/held_out_prompts.py "${config[@]}" --prompts "$DATA/prompts/train.jsonl" --out "$DATA/prompts/development/development.jsonl"
 systems=()
-for n in 2 3 4 5 7; do systems+=("n$n=$RUNS/lilicorr/export,num_speculative_tokens=$n"); done
-$PYTHON -m vllm_lilicorr.bench serve --target $TARGET --prompts-dir "$DATA/prompts/development" --num-prompts 12 --max-tokens 96 \
-    --systems "${systems[@]}" --concurrency 1 --repeats 3 --dtype float32 \
+for n in 2 3 5; do systems+=("n$n=$RUNS/lilicorr/export,num_speculative_tokens=$n"); done
+$PYTHON -m vllm_lilicorr.bench serve --target $TARGET --prompts-dir "$DATA/prompts/development" --num-prompts 8 --max-tokens 64 \
+    --systems "${systems[@]}" --concurrency 1 --repeats 2 --dtype float32 \
     --max-model-len 2048 --together --output "$RUNS/lengths"
 ASSETS=${ASSETS:-vllm_lilicorr/assets/smollm2-135m}
 rm -rf "$ASSETS" && cp -r "$RUNS/lilicorr/export" "$ASSETS"
