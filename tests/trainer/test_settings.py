@@ -22,6 +22,9 @@ QWEN3_8B = {
 }  # fmt: skip
 
 
+HEAD_ANCHORS = ["objective.head_anchors=16"]
+
+
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-4b"])
 def test_the_shipped_recipe_has_every_number_of_the_papers_table(name):
     config = TrainConfig.load(ROOT / f"configs/{name}.yaml")
@@ -118,9 +121,12 @@ def test_every_zero_stage_has_its_file():
         (["objective.domino.base_until=null"], r"objective\.domino\.base_until null with base 1 would never train the head"),
         (["objective.domino.base_until=0"], r"objective\.domino\.base_until must lie in \(0, 1\], or null"),
         (["objective.dspark.confidense=1"], r"objective\.dspark\.confidense is no known key; did you mean 'confidence'"),
-        (["draft.head=domino", "objective.loss=common"], r"objective\.head_anchors would leave the other anchors"),
         (
-            ["draft.head=dspark", "objective.loss=common", "head.dspark.enable_confidence_head=false"],
+            ["draft.head=domino", "objective.loss=common", *HEAD_ANCHORS],
+            r"objective\.head_anchors would leave the other anchors",
+        ),
+        (
+            ["draft.head=dspark", "objective.loss=common", "head.dspark.enable_confidence_head=false", *HEAD_ANCHORS],
             r"objective\.head_anchors limits DSpark's L1 and confidence losses, and this run has neither; set it to null",
         ),
         (["draft.head=dflash2", "draft.conv=false"], r"draft\.conv cannot be false: dflash2 has the convolution"),
