@@ -64,6 +64,7 @@ NOT_RUN = {
     "python -m vllm_lilicorr.bench": "a measurement: minutes of a quiet machine",
     "python -m vllm_lilicorr.bench head": "a measurement: minutes of a quiet machine",
     "python -m vllm_lilicorr.bench train": "a measurement: minutes of a quiet machine",
+    "python tests/serving/real_target.py": "minutes of both cores; it compares as tests/serving/engines.py does",
     "python kernels/gpu_check.py": "for a GPU; what it runs there is tests/kernels",
     "vllm bench serve": "vLLM's own; what the plugin changes in it is tests/serving/test_configuration.py",
     "vllm bench throughput": "as vllm bench serve",
