@@ -320,6 +320,28 @@ def test_an_unsupported_release_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     hooks.require_supported_vllm.cache_clear()
 
 
+STRANGER = """
+import sys, types
+from vllm_lilicorr.serving import configuration, hooks
+names = ("vllm.engine.arg_utils", "vllm.v1.spec_decode.dflash", "vllm.v1.worker.gpu.spec_decode",
+         "vllm.model_executor.models.registry")
+for name in names:
+    sys.modules[name] = types.ModuleType(name)
+sys.modules[names[0]].EngineArgs = type("EngineArgs", (), {})
+from vllm_lilicorr import plugin
+plugin.register()
+config = configuration.create_speculative_config(lambda *_: "stock", types.SimpleNamespace(speculative_config=None), None, None)
+print(config)
+"""
+
+
+def test_a_release_without_what_is_replaced_still_serves_everything_else() -> None:
+    done = subprocess.run([sys.executable, "-c", STRANGER], capture_output=True, text=True, env=environment())
+    assert done.stdout == "stock\n", done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "need 0.32 or 0.33, everything else is served" in line]
+    assert len(warnings) == 4, done.stderr
+
+
 @pytest.mark.parametrize(
     ("head", "own", "words"),
     [

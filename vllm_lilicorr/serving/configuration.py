@@ -193,9 +193,9 @@ def _draft_config(model: str, revision: str | None, insist: bool) -> DraftConfig
             # A folder without a readable config.json: is it meant to be ours? Its tensors would say, vLLM will say it as well.
             return None
     elif "/" in model and not model.startswith(("/", ".")):
-        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-
         try:
+            from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
             values, source = get_hf_file_to_dict("config.json", model, revision), f"{model}/config.json"
         except Exception:  # offline, private, not there: vLLM's own message about the model is the better one
             return None
@@ -332,8 +332,9 @@ def create_speculative_config(stock: Callable[..., Any], args: Any, target_model
     given = args.speculative_config
     if isinstance(given, str):
         args.speculative_config = read(given)
-    flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
-    flags = {key: value for key, value in flags.items() if value is not None}
+    flags = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+    # A release that we do not know may lack one of them, and reads on without us where no drafter is ours.
+    flags = {key: value for key, name in flags.items() if (value := getattr(args, name, None)) is not None}
     spec = {**(args.speculative_config or {}), **flags}
     found = plan(spec, target_model_config) if spec else None
     if found is None:

@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from ..errors import UserError
+
+logger = logging.getLogger("vllm.vllm_lilicorr")
 
 SUPPORTED = ("0.32", "0.33")
 """The vLLM releases (major.minor) this package is tested with."""
@@ -84,11 +87,17 @@ RELIED_ON = (
         "v1.spec_decode.dflash", "DFlashProposer.dummy_run", "self num_tokens use_cudagraphs is_graph_capturing slot_mappings"
     ),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer.propose", _PROPOSE_V1),
+    _symbol(_BASE_V1, "SpecDecodeBaseProposer._get_positions", "self num_tokens"),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer._sample_draft_tokens", "self hidden_states sampling_metadata"),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer.take_last_draft_probs", "self"),
     _symbol(_BASE_V1, "SpecDecodeBaseProposer.load_model", "self target_model"),
     _symbol(_DFLASH_V2, "DFlashSpeculator.propose", _PROPOSE_V2),
     _symbol(_DFLASH_V2, "DFlashSpeculator._generate_draft", _GENERATE),
+    _symbol(
+        _DFLASH_V2,
+        "DFlashSpeculator._run_model",
+        "self num_tokens attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode",
+    ),
     _symbol(_DFLASH_V2, "DFlashSpeculator._prepare_graph_forward", "self num_reqs attn_metadata"),
     _symbol(
         _DFLASH_V2,
@@ -100,6 +109,7 @@ RELIED_ON = (
     _symbol(_MODEL_V2, "DraftModelSpeculator.draft_logits_spec", "self vllm_config"),
     _symbol(_MODEL_V2, "DraftModelSpeculator._maybe_predict_acceptance", "self logits idx_mapping draft_step"),
     _symbol("v1.worker.gpu.sample.gumbel", "gumbel_sample", _GUMBEL),
+    _symbol("config.speculative", "SpeculativeConfig.update_arch_", "self"),
     _symbol(_DFLASH_MODEL, "DFlashQwen3ForCausalLM.load_weights", "self weights"),
     _symbol(_DFLASH_MODEL, "DFlashQwen3ForCausalLM.combine_hidden_states", "self hidden_states"),
     _symbol(_DFLASH_MODEL, "DFlashQwen3Model._normalize_context_k", "self all_k"),
@@ -188,10 +198,29 @@ def install() -> None:
         return
     _installed = True
     _show_user_errors_as_sentences()
-    when_imported("vllm.engine.arg_utils", _replace_engine_args)
-    when_imported("vllm.v1.spec_decode.dflash", _replace_dflash_proposer)
-    when_imported("vllm.v1.worker.gpu.spec_decode", _replace_init_speculator)
-    when_imported("vllm.model_executor.models.registry", _register_model)
+    for name, replace in (
+        ("vllm.engine.arg_utils", _replace_engine_args),
+        ("vllm.v1.spec_decode.dflash", _replace_dflash_proposer),
+        ("vllm.v1.worker.gpu.spec_decode", _replace_init_speculator),
+        ("vllm.model_executor.models.registry", _register_model),
+    ):
+        when_imported(name, functools.partial(_attempt, replace))
+
+
+def _attempt(replace: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run `replace(module)`. Of a release we do not know the module may lack what is replaced: that must not take down what
+    vLLM serves without us. `require_supported_vllm` raises where a drafter of ours is configured; where not even the
+    configuration can be read here, this warning is all there is."""
+    try:
+        replace(module)
+    except Exception as error:
+        logger.warning(
+            "vLLM %s: %s is not as expected (%s); drafters of vllm-lilicorr need %s, everything else is served as usual",
+            vllm_version(),
+            module.__name__,
+            error,
+            " or ".join(SUPPORTED),
+        )
 
 
 def _replace_engine_args(module: ModuleType) -> None:
