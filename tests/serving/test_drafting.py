@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,11 +190,11 @@ def test_a_cpu_server_projects_the_embedding_at_load_and_every_draft_length_gath
     served = Served("lilicorr")
     served.embed_candidates = None  # type: ignore[assignment]  # not asked for any more
     drafting = served.drafting()
-    drafting.lay_out(SLOTS)
+    drafting.lay_out(SLOTS, "greedy")
     table = drafting._heads[SLOTS]._projected
     token_proj = served.head.token_proj
     torch.testing.assert_close(table, served.vocabulary.embedding @ token_proj.weight.t(), atol=1e-5, rtol=1e-5)
-    drafting.lay_out(3)
+    drafting.lay_out(3, "greedy")
     assert drafting._heads[3]._projected is table
     served.vocabulary.embedding.fill_(torch.nan)  # not read any more
     assert bool(drafting.propose(served.block, "greedy").scores.isfinite().all())
@@ -212,6 +213,15 @@ def test_scores_do_not_depend_on_whether_the_embedding_is_projected(monkeypatch:
     assert torch.equal(projected.tokens, looked_up.tokens)
 
 
+def test_nothing_is_projected_for_argmax_which_scores_nothing() -> None:
+    served = Served("lilicorr")
+    drafting = served.drafting()
+    drafting.lay_out(SLOTS, "argmax")
+    assert drafting._heads[SLOTS]._projected is None
+    assert torch.equal(drafting.propose(served.block, "argmax").tokens, served.reference("argmax").tokens)
+    assert drafting._heads[SLOTS]._projected is None
+
+
 @pytest.mark.slow
 def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_lilicorr.serving import v1
@@ -222,7 +232,8 @@ def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(mon
     shared = SimpleNamespace(embed_tokens=None)  # the layer that vLLM shares with the target
     vars(served).update(model=shared, check_vocabulary=lambda target: None, set_block_width=lambda width: None)
     vars(proposer).update(
-        device=torch.device("cpu"), model=served, max_batch_size=8, num_speculative_tokens=SLOTS, runner=None, _width=0
+        device=torch.device("cpu"), model=served, max_batch_size=8, num_speculative_tokens=SLOTS, runner=None, _width=0,
+        rule="greedy",
     )
     proposer.load_model(torch.nn.Module())
     assert proposer.drafting._heads[SLOTS]._projected is not None
@@ -256,7 +267,7 @@ def test_the_embedding_is_left_as_it_is_where_kernels_run(monkeypatch: pytest.Mo
     head = drafting.fused(served.head, max_blocks=8, num_slots=SLOTS)
     head.kernels = True  # as on a GPU
     monkeypatch.setattr(drafting, "fused", lambda *args, **options: head)
-    drafting.lay_out(SLOTS)
+    drafting.lay_out(SLOTS, "greedy")
     assert drafting._heads[SLOTS] is head and head._projected is None
 
 
@@ -301,6 +312,17 @@ def test_the_scores_that_decided_are_shown_to_the_observer(name: str, layout: st
         assert torch.equal(seen[None].unflatten(0, (BLOCKS, SLOTS)).argmax(-1), proposal.index)
     else:
         assert torch.equal(torch.stack([seen[slot] for slot in range(SLOTS)], 1).argmax(-1), proposal.tokens)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_index_out_of_range_is_an_error_when_debugging(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(name)
+    top = int(served.drafting().propose(served.block, "greedy").ids.max())
+    for debugging, size, wrong in (("1", top + 1, False), ("1", top, True), ("0", top, False)):
+        monkeypatch.setenv("LILICORR_DEBUG", debugging)
+        monkeypatch.setattr(served, "config", SimpleNamespace(vocab_size=size))
+        with pytest.raises(IndexError, match=f"expected 0..{size - 1}") if wrong else contextlib.nullcontext():
+            served.drafting().propose(served.block, "greedy")
 
 
 def test_dsparks_confidence_is_written_where_it_is_asked_for() -> None:

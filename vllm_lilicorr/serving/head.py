@@ -49,8 +49,8 @@ class DraftingHead:
         self._debug = debug()
         self.timing = Timing.from_environment()
 
-    def lay_out(self, num_slots: int) -> None:
-        """Do at load what the first proposal of `num_slots` drafts would do otherwise: weights, tables and buffers."""
+    def lay_out(self, num_slots: int, rule: str) -> None:
+        """Do at load what the first proposal of `num_slots` drafts under `rule` would do: weights, tables and buffers."""
 
     def propose(self, block: BlockStates, rule: str, step: Step = Step(), **options: Any) -> Any:
         """Return the proposal of N blocks: tokens [N, S], ids [N, S, K] and what `dense` needs.
@@ -102,13 +102,13 @@ class LatticeDrafting(DraftingHead):
         """Return the proposal of `head`, which holds the candidates `ids` [N, S, K]."""
         raise NotImplementedError
 
-    def lay_out(self, num_slots: int) -> None:
-        self._head(num_slots)
+    def lay_out(self, num_slots: int, rule: str) -> None:
+        self._head(num_slots, rule)
 
     def precompute(self, head: Any) -> None:
         """Give the first `head` built whatever depends on the target's weights alone; further draft lengths share it."""
 
-    def _head(self, num_slots: int) -> Any:
+    def _head(self, num_slots: int, rule: str) -> Any:
         if num_slots not in self._heads:
             if self._heads:
                 # Further lengths share the first one's weights: the KV cache has taken the memory for a second copy by then.
@@ -116,12 +116,13 @@ class LatticeDrafting(DraftingHead):
             else:
                 build = self.plain if plain_head() else self.fused
                 head = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
-                self.precompute(head)
+                if rule != "argmax":  # which scores nothing, and an engine that drafts by it drafts by no other rule
+                    self.precompute(head)
             self._heads[num_slots] = head
         return self._heads[num_slots]
 
     def draft(self, block: BlockStates, rule: str, step: Step, options: dict[str, Any]) -> Any:
-        head = self._head(block.slot_hidden.shape[1])
+        head = self._head(block.slot_hidden.shape[1], rule)
         with self.timing.part("candidates"):
             ids, log_probs = self._candidates(head, block.slot_hidden)
         with self.timing.part("head and walk"):
