@@ -3,7 +3,7 @@
 # make lint    ruff and mypy
 # make docs    the documentation as a site, in build/site
 # make demo    a real model and its drafter behind `vllm serve`: how much faster, and that the text is the same
-# make soak    ten minutes of a server under load; writes docs/soak.txt
+# make soak    ten minutes of a real model's server under load; writes docs/soak.txt
 # make clean   remove what the other targets made, downloads included
 
 PYTHON ?= python3
@@ -62,7 +62,9 @@ demo: setup
 	$(BIN)/python -m vllm_lilicorr.demo $(DEMO_ARGS)
 
 soak: setup
-	$(BIN)/python tests/serving/soak.py --seconds 600 --log docs/soak.txt
+	$(BIN)/python -m vllm_lilicorr.smollm2 models/smollm2-135m-instruct
+	$(BIN)/python tests/serving/soak.py --target models/smollm2-135m-instruct --draft vllm_lilicorr/assets/smollm2-135m \
+	    --seconds 600 --log docs/soak.txt
 
 clean:
 	rm -rf $(VENV) build dist models *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

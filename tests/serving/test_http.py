@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pairs
 import pytest
@@ -26,6 +28,7 @@ def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     file = tmp_path_factory.mktemp("http") / "lilicorr.json"
     file.write_text(json.dumps({"model": str(pair[1]), "draft_sample_method": "probabilistic"}))
     options = ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "1024"]
+    options += ["--per-request-spec-decode-metrics", "summary"]
     with Server(pair[0], file, options, environment(LILICORR_DEBUG="1")) as running:
         yield running
 
@@ -47,6 +50,19 @@ def test_speculation_shows_in_the_metrics(server: Server) -> None:
     by_position = [metrics[f"spec_decode_num_accepted_tokens_per_pos_total[{i}]"] for i in range(7)]
     assert sum(by_position) == accepted
     assert by_position == sorted(by_position, reverse=True)
+
+
+def test_a_request_is_answered_with_its_own_acceptance(server: Server) -> None:
+    before = server.metrics()
+    body = {"prompt": pairs.PROMPTS[1], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200
+    found, after = answer["metrics"]["speculative_decoding"], server.metrics()
+    drafts, accepted = (
+        after[f"spec_decode_num_{name}_total"] - before[f"spec_decode_num_{name}_total"] for name in ("drafts", "accepted_tokens")
+    )
+    assert (found["num_spec_steps"], found["num_accepted_draft_tokens"]) == (drafts, accepted)
+    assert found["num_spec_tokens"] == 7 and accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -77,3 +93,36 @@ def test_a_minute_under_load_brings_no_error_and_no_other_token(pair: tuple[Path
     assert server.healthy()
     assert sum(tally.finished.values()) > 50
     compare_outputs(pair[0], tally.greedy).check()
+    assert soak.becomes_idle(server), "requests or KV blocks are left behind"
+
+
+def test_request_steps_under_sampling_are_counted_and_no_index_is_out_of_range(server: Server) -> None:
+    """`soak.py --kinds sampled --streams 8 --steps 20000`, some hundred of them."""
+    before = soak.request_steps(server)
+    tally = asyncio.run(soak.load(server, 120, 8, (256, MAX_LEN), ("sampled",), steps=400))
+    assert not tally.errors
+    assert 400 <= tally.steps <= soak.request_steps(server) - before
+    assert tally.finished.keys() == {"sampled"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("greedy", lambda body, answer: answer["choices"][0]["token_ids"].pop()),
+        ("sampled", lambda body, answer: answer["choices"][0]["token_ids"].clear()),
+        ("several", lambda body, answer: answer["choices"].pop()),
+        ("logprobs", lambda body, answer: answer["choices"][0]["logprobs"]["token_logprobs"].pop()),
+        ("stop", lambda body, answer: body["stop"].insert(0, answer["choices"][0]["text"][:1])),
+        ("json", lambda body, answer: answer["choices"][0].update(text='{"ok":1,"level":2}')),
+        ("json", lambda body, answer: answer["choices"][0].update(text='{"ok":true,"level":')),
+    ],
+)
+def test_a_wrong_answer_under_load_is_noticed(kind: str, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
+    _, body = soak.request(random.Random(0), 256, MAX_LEN, (kind,))
+    count = body["max_tokens"]
+    one = {"text": '{"ok":true,"level":2}', "token_ids": [5] * count, "logprobs": {"token_logprobs": [0.0] * count}}
+    body |= {"stop": ["z"]} if kind == "stop" else {}
+    answer = {"choices": [one | {"token_ids": [5] * count} for _ in range(body.get("n", 1))]}
+    assert soak.problem(kind, body, answer, structured=True) is None
+    change(body, answer)
+    assert soak.problem(kind, body, answer, structured=True)
