@@ -62,6 +62,7 @@ def test_simulation_accepts_what_decoding_accepts_under_every_rule(tiny, num_slo
     accepted = np.sum(found["lilicorr"]["rules"]["greedy"], 0)
     assert (accepted > 0).sum() >= 2, "the tiny drafter must be right at times for this to say anything"
     assert found["lilicorr"]["answered"] == 3 and found["lilicorr"]["tokens"] == 4 * MAX_TOKENS
+    assert {name for name in found if found[name]["convolution"]} == {"dflash2"}
 
 
 def test_coverage_bounds_every_rule_and_needs_candidates(tiny):

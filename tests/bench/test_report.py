@@ -234,7 +234,8 @@ def compared(results) -> Results:
     for place, (name, (architecture, rules)) in enumerate(METHODS.items()):
         tables = {rule: [[4 - place // (2 if number else 1), place // (2 if number else 1)]] for number, rule in enumerate(rules)}
         for benchmark in ("gsm8k", "mt-bench"):
-            result = {"architecture": architecture, "answered": 1, "prompts": 1, "tokens": 9, "rules": tables}
+            kind = {"architecture": architecture, "convolution": name in ("dflash2", "lilicorr+conv")}
+            result = {**kind, "answered": 1, "prompts": 1, "tokens": 9, "rules": tables}
             found.put(f"acceptance/T0/{benchmark}/{name}", {"target": "tiny", "draft": name}, result)
     return found
 
@@ -245,6 +246,17 @@ def test_each_method_stands_beside_its_own_in_the_paper(compared):
     assert [rows(table, system)[0][4] for system in _paper.SYSTEMS] == ["lilicorr", "dflash2", "domino", "dspark", "dflash"]
     assert rows(table, "DSpark")[0] == ["DSpark", "6.40", "+14.5 %", "+13.0 %", "dspark", "1.75", "-12.5 %"]
     assert rows(text, "GSM8K")[0][5:] == ["1.25", "2.00", "-37.5 %"], "LiLiCorr is told by its architecture, not by its lattice"
+    assert rows(table, "LiLiCorr + conv")[0] == ["LiLiCorr + conv", "-", "-", "-", "lilicorr+conv", "2.25", "+12.5 %"]
+
+
+def test_a_drafter_with_a_convolution_is_not_taken_for_the_papers_without(compared):
+    compared.note_order("acceptance", list(reversed(METHODS)))
+    drafters = report._drafters(compared)
+    assert (drafters["LiLiCorr"], drafters["LiLiCorr + conv"], drafters["DFlash2"]) == ("lilicorr", "lilicorr+conv", "dflash2")
+    for part in list(compared.parts.values()):
+        if part["settings"]["draft"] == "dflash":
+            part["result"]["convolution"] = True
+    assert "DFlash" not in report._drafters(compared)
 
 
 def test_many_drafters_have_a_table_of_own_rules_and_one_each(compared):

@@ -272,7 +272,8 @@ class Worker:
         return self._drafts[name]
 
     def do(self, task: Task) -> dict[str, Any]:
-        """Return {drafter: result}; a result holds the drafter's architecture, `rules` as {rule: histograms [prompts][S + 1]}, and counts."""
+        """Return {drafter: result}; a result holds the drafter's architecture and whether it has a convolution, `rules` as
+        {rule: histograms [prompts][S + 1]}, and counts."""
         return self._sampled(task) if task.temperature else self._greedy(task)
 
     def _slots(self, name: str) -> int:
@@ -332,7 +333,8 @@ class Worker:
     def _result(self, name: str, answers: list[list[Answer]], histograms: dict[str, list[list[int]]]) -> dict[str, Any]:
         tokens = sum(len(answer.tokens) for turns in answers for answer in turns)
         counts = {"answered": sum(map(bool, answers)), "prompts": len(answers), "tokens": tokens}
-        return {"architecture": self.draft(name)[0].config.architecture, **counts, "rules": histograms}
+        config = self.draft(name)[0].config
+        return {"architecture": config.architecture, "convolution": config.conv is not None, **counts, "rules": histograms}
 
     def _ask(
         self, conversations: Sequence[Conversation], decode: Callable[[list[list[int]]], Iterator[Answer]]

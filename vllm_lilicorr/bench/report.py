@@ -397,18 +397,23 @@ def _step_table(runs: Runs) -> str:
     rows = []
     for (system, concurrency), parts in sorted(sums.items(), key=lambda item: (item[0][1], item[0][0])):
         ms = {part: 1e3 * seconds / parts["steps"] for part, seconds in parts.items() if part != "steps"}
-        inner = ms.get("candidates", 0.0), ms.get("head and walk", 0.0)
-        whole = ms["drafting"] + ms["everything else"]
-        rows.append(
-            [system, str(concurrency), *(number(value, 1) for value in (ms["drafting"] - sum(inner), *inner, ms["everything else"], whole)),
-             f"{100 * inner[1] / whole:.1f} %"]
-        )  # fmt: skip
+        candidates, scored = ms.get("candidates", 0.0), ms.get("head and walk", 0.0)
+        walk, verification = ms.get("walk", math.nan), ms.get("verification", math.nan)  # earlier versions did not tell them apart
+        outside, whole = ms["everything else"], ms["drafting"] + ms["everything else"]
+        head, rest = scored - (0.0 if math.isnan(walk) else walk), outside - (0.0 if math.isnan(verification) else verification)
+        split = (ms["drafting"] - candidates - scored, candidates, head, walk, verification, rest, whole)
+        shares = (f"{100 * part / whole:.1f} %" for part in (scored, candidates + scored))
+        rows.append([system, str(concurrency), *(number(value, 1) for value in split), *shares])
     if not rows:
         return ""
     return (
         "Where a decode step's time goes (ms, all benchmarks together): the drafter's backbone; the candidates (output head, top-K, "
-        "log-probabilities); head and walk; everything else, which is the target's verification, the scheduler and the server.\n\n"
-        + table(["System", "Concurrency", "Drafter", "Candidates", "Head and walk", "Everything else", "Step", "Head's share"], rows)
+        "log-probabilities); the head; the walk, with the scores of pairs, which are one call; the verification, which is the target's "
+        "pass, its logits and the rejection sampler; the rest, which is the scheduler and the server.\n\n"
+        + table(
+            ["System", "Concurrency", "Drafter", "Candidates", "Head", "Walk", "Verification", "Rest", "Step", "Head and walk", "and candidates"],
+            rows,
+        )
     )
 
 
@@ -513,11 +518,14 @@ def beside_the_paper(results: Results) -> str:
 
 def _drafters(results: Results) -> dict[str, str]:
     """Return {method as the paper calls it: our first drafter of that kind}, of those measured at temperature 0."""
-    recorded = {name: result.get("architecture") for (_, name), _, result in results.under("acceptance/T0/")}
+    recorded = {name: result for (_, name), _, result in results.under("acceptance/T0/")}
     found: dict[str, str] = {}
     for name, rules in greedy_histograms(results).items():
-        system = dict(zip(_paper.ARCHITECTURES, _paper.SYSTEMS)).get(recorded[name] or "")
-        if recorded[name] is None:  # a result of an earlier version, which had two kinds of drafter
+        architecture, convolved = recorded[name].get("architecture"), recorded[name].get("convolution", False)
+        system = dict(zip(_paper.ARCHITECTURES, _paper.SYSTEMS)).get(architecture or "")
+        if convolved and system != "DFlash2":  # which always has one; with one, the others are not the paper's plain systems
+            system = _paper.CONVOLVED if system == "LiLiCorr" else None
+        if architecture is None:  # a result of an earlier version, which had two kinds of drafter
             system = "LiLiCorr" if {"greedy", "exact"} <= rules.keys() else "DFlash" if set(rules) == {"argmax"} else None
         if system is not None:
             found.setdefault(system, name)
@@ -531,13 +539,17 @@ def _methods_beside(ours: dict[str, dict[str, Histograms]], drafters: dict[str, 
     rows = []
     published = [source["average"].systems for source in (_paper.GREEDY_8B, _paper.GREEDY_4B)]
     base = _our_tau(ours, drafters.get("DFlash"), "average")
-    for system in _paper.SYSTEMS:
+    for system in (*_paper.SYSTEMS, *({_paper.CONVOLVED} & drafters.keys())):
         mine = _our_tau(ours, drafters.get(system), "average")
-        gains = [percent(taus[system][0] / taus["DFlash"][0]) for taus in published]
-        rows.append([system, number(published[0][system][0]), *gains, drafters.get(system, "-"), number(mine), percent(mine / base)])
+        figures = ["-"] * 3
+        if system in _paper.SYSTEMS:
+            gains = [percent(taus[system][0] / taus["DFlash"][0]) for taus in published]
+            figures = [number(published[0][system][0]), *gains]
+        rows.append([system, *figures, drafters.get(system, "-"), number(mine), percent(mine / base)])
+    unpublished = f" Of {_paper.CONVOLVED} it has the cost alone." if _paper.CONVOLVED in drafters else ""
     return (
         "Acceptance length by method, T = 0, the average over benchmarks, and its gain over the plain drafter (from the paper's Tables 5 "
-        "and 6).\n\n" + table(["Method", "Paper, 8B", "Gain, 8B", "Gain, 4B", "Ours", "Ours: tau", "Our gain"], rows)
+        f"and 6).{unpublished}\n\n" + table(["Method", "Paper, 8B", "Gain, 8B", "Gain, 4B", "Ours", "Ours: tau", "Our gain"], rows)
     )
 
 
