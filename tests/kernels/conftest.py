@@ -33,6 +33,7 @@ if MODE == "interpreter":
 
     quicken()
 EXAMPLES = {"cuda": 12, "torch": 25, "interpreter": 5}[MODE]  # a new shape is a new kernel to compile, or many programs to interpret
+BLOCKS = 4 if MODE == "interpreter" else 64  # concurrent blocks of a property's largest example
 SEED = int(os.environ.setdefault("LILICORR_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from vllm_lilicorr.model import fused as module
 from vllm_lilicorr.model.fused import FusedLiLiCorrHead
 from vllm_lilicorr.model.lattice import top_candidates, walk
 
-from .conftest import DEVICE, DTYPES, MODE, TOLERANCE, error, examples, in_double, make_head, randn, reseed
+from .conftest import BLOCKS, DEVICE, DTYPES, MODE, TOLERANCE, error, examples, in_double, make_head, randn, reseed
 
 VOCAB = 997
 
@@ -83,7 +83,7 @@ def check(head, fused, n, slots, dtype) -> None:
 
 @examples()
 @given(
-    st.integers(1, 4), st.integers(2, 16), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([(48, 32), (32, 64), (48, 48)]),
+    st.integers(1, BLOCKS), st.integers(2, 16), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([(48, 32), (32, 64), (48, 48)]),
     st.sampled_from([1, 2, 4]), st.integers(0, 2), st.sampled_from(DTYPES), st.integers(0, 2**20),
 )  # fmt: skip
 def test_scores_and_greedy_paths_are_the_references(n, block_size, topk, widths, heads, layers, dtype, seed):

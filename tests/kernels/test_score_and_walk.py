@@ -19,10 +19,10 @@ from vllm_lilicorr.kernels.score_and_walk import (
 )
 from vllm_lilicorr.model.lattice import path_score, walk
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, TOLERANCE, error, examples, poisoned, randn, reseed
+from .conftest import BLOCKS, DEVICE, DTYPES, EXAMPLES, TOLERANCE, error, examples, poisoned, randn, reseed
 
 SIGMA, EPS, VOCAB = 8.0, 1e-4, 300
-SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 15), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([3, 24, 130]))
+SHAPES = st.tuples(st.integers(1, BLOCKS), st.integers(1, 15), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([3, 24, 130]))
 
 
 def fresh(n: int, slots: int, topk: int) -> Walked:
