@@ -397,12 +397,18 @@ def score_and_walk(
     if rule == "sampled":
         if temperature is None:
             raise ValueError("the sampled rule needs temperature [R]")
+        check_shape("temperature", temperature, -1)
         if random.uniforms is not None:
             check_shape("uniforms", random.uniforms, n, slots)
         elif random.seeds is None or random.positions is None:
             raise ValueError("the sampled rule needs uniforms [N, S], or seeds [R] and positions [N, S]")
         else:
+            check_shape("seeds", random.seeds, -1)
             check_shape("positions", random.positions, n, slots)
+    given = {"temperature": temperature, **random._asdict(), "tokens_out": tokens_out}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
     if draft_logits is not None:
         check_shape("draft_logits.table", draft_logits.table, -1, slots, -1)
         check_shape("draft_logits.cached_ids", draft_logits.cached_ids, draft_logits.table.shape[0], slots, topk)

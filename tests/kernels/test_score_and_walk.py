@@ -257,6 +257,11 @@ def test_what_does_not_fit_is_refused():
         score_and_walk(out, incoming, anchor, ids, "sampled", SIGMA, EPS)
     with pytest.raises(ValueError, match="needs uniforms"):
         score_and_walk(out, incoming, anchor, ids, "sampled", SIGMA, EPS, temperature=torch.ones(2, device=DEVICE))
+    ones, draws = torch.ones(2, device=DEVICE), torch.rand(3, 2, device=DEVICE)
+    with pytest.raises(ValueError, match=r"uniforms must be contiguous in its last dimension, got strides \(1, 2\)"):
+        score_and_walk(out, incoming, anchor, ids, "sampled", SIGMA, EPS, temperature=ones, random=Randomness(uniforms=draws.t()))
+    with pytest.raises(ValueError, match=r"temperature must have shape \[any\]"):
+        score_and_walk(out, incoming, anchor, ids, "sampled", SIGMA, EPS, temperature=ones[0], random=Randomness(uniforms=draws.view(2, 3)))
     with pytest.raises(ValueError, match=r"anchor must have shape \[2, 8\], got \[1, 8\]"):
         score_and_walk(out, incoming, anchor[:1], ids, "greedy", SIGMA, EPS)
     with pytest.raises(ValueError, match="1, 2, 4, 8 or 16 candidates, got 3"):
