@@ -31,10 +31,11 @@ pytestmark = pytest.mark.skipif(not os.sched_getaffinity(0) >= CORES, reason="th
 def recipe(tmp_path):
     """Return a function that runs a recipe in a folder of its own: (status, trainings as (core, words), words of other calls)."""
     shutil.copytree(ROOT / "trainer/recipes", tmp_path / "trainer/recipes")
-    for folder in ("data/corpus/states", "runs/comparison/dflash/export"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "data/corpus/states").mkdir(parents=True)
     (tmp_path / "data/corpus/states/states.json").touch()
-    (tmp_path / "runs/comparison/dflash/config.yaml").touch()
+    for arm in ("lilicorr", "dflash"):
+        (tmp_path / "runs/comparison" / arm / "export").mkdir(parents=True)
+        (tmp_path / "runs/comparison" / arm / "config.yaml").touch()
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -99,9 +100,10 @@ def test_every_ablation_differs_from_the_recipe_and_is_measured_beside_it(recipe
     status, trained, then = recipe("ablations.sh")
     assert status == 0
     configs = [TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", overrides(words)) for _, words in trained]
-    assert len({config.hash() for config in configs}) == len(configs) == 11
-    names = [Path(config.run.output).name for config in configs]
+    alike = [word for word in overrides(trained[0][1]) if word.partition("=")[0] in ("target.path", "data.path", "run.precision", "run.max_steps")]
+    plain = TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", alike)
+    assert len({config.hash() for config in [plain, *configs]}) == 10 == len(configs) + 1
     measured = then[0][then[0].index("--draft") + 1 : then[0].index("--prompts-dir")]
-    assert measured[0] == "recipe=runs/ablations/recipe/export" and sorted(measured) == sorted(
-        f"{n}=runs/ablations/{n}/export" for n in names
-    )
+    assert measured[0] == "recipe=runs/comparison/lilicorr/export"
+    names = [Path(config.run.output).name for config in configs]
+    assert sorted(measured[1:]) == sorted(f"{n}=runs/ablations/{n}/export" for n in names)
