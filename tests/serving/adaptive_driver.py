@@ -1,8 +1,8 @@
 """Runs one drafting step of the V2 speculator around each head, with vLLM's own acceptance estimator and sampler: for
 `test_adaptive.py`.
 
-No engine: the backbone's pass is replaced by random states. stdout: one `RESULT` line, {head: {predicted, and what decided}, and
-"sampled": what DSpark drew and from what}.
+No engine: the backbone's pass is replaced by random states. stdout: one `RESULT` line, {head: {predicted, and what decided},
+"sampled": what DSpark drew and from what, "drawn": how often it drew what from one block}.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 ROWS = 8
 PAST = 3  # the block that lies past the drafter's limit
+DRAWS = 1000
 CHECKED = (
     *(f"LILICORR_{name} cuda {mode}" for name in ("DEBUG", "PLAIN_HEAD", "TRACE") for mode in ("FULL", "FULL_AND_PIECEWISE")),
     *("LILICORR_DEBUG cuda NONE", "LILICORR_DEBUG cuda PIECEWISE", "LILICORR_DEBUG cpu FULL", "LILICORR_TIMING cuda FULL"),
@@ -38,6 +40,7 @@ def main() -> None:
     from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
     from vllm_lilicorr.errors import UserError
+    from vllm_lilicorr.model import BlockStates
     from vllm_lilicorr.serving.head import Step
     from vllm_lilicorr.serving.v2 import DraftSpeculator, check_variables
 
@@ -113,6 +116,25 @@ def main() -> None:
         results = {"rows": rows, "past": torch.tensor(PAST), "tokens": tokens, "tokens_out": tokens_out, "table": table}
         return {name: tensor.tolist() for name, tensor in (results | {"logits": logits}).items()}
 
+    def drawn() -> dict[str, Any]:
+        """Two slots of one block over and over at temperature 2, under other seeds and at other positions."""
+        served = Served("dspark")
+        one = BlockStates(*(getattr(served.block, field.name)[:1] for field in fields(BlockStates)))
+        block = BlockStates(one.slot_hidden[:, :2].expand(DRAWS, -1, -1), *(
+            getattr(one, field.name).expand(DRAWS, *getattr(one, field.name).shape[1:]) for field in fields(BlockStates)[1:]
+        ))  # fmt: skip
+        number = torch.arange(DRAWS)
+        table = torch.full((DRAWS, 2, VOCAB), -7.0)
+        tokens = served.drafting().propose(
+            block, "sampled", rows=number, temperature=torch.full((DRAWS,), 2.0), seeds=number // 4, draft_logits=table,
+            positions=number[:, None] % 4 + torch.arange(2),
+        ).tokens  # fmt: skip
+        logits = served.vocabulary.logits(one.slot_hidden[0, :2])
+        first = (logits[0] + served.head.bias(one.anchor_ids)[0]).div(2).softmax(-1)
+        then = (logits[1] + served.head.bias(torch.arange(VOCAB))).div(2).softmax(-1)  # by the token before
+        counts = [torch.bincount(tokens[:, slot], minlength=VOCAB).tolist() for slot in range(2)]
+        return {"counts": counts, "expected": [first.tolist(), (first @ then).tolist()]}
+
     def refused(name: str, device: str, mode: str) -> str | None:
         for other in ("LILICORR_DEBUG", "LILICORR_PLAIN_HEAD", "LILICORR_TRACE"):
             os.environ.pop(other, None)
@@ -123,7 +145,7 @@ def main() -> None:
             return str(error)
         return None
 
-    results = {"sampled": sampled(), **{name: step(name) for name in HEADS}}
+    results = {"sampled": sampled(), "drawn": drawn(), **{name: step(name) for name in HEADS}}
     results["refused"] = {name: refused(*name.split()) for name in CHECKED}
     print("RESULT " + json.dumps(results), flush=True)
     os._exit(0)

@@ -67,6 +67,19 @@ def test_dsparks_draws_leave_the_logits_they_were_drawn_from_to_the_verifier(ste
         torch.testing.assert_close(probs, torch.nn.functional.one_hot(mask, probs.shape[-1]).float().expand_as(probs))
 
 
+@pytest.mark.parametrize("slot", [0, 1])
+def test_dspark_draws_on_this_runner_from_the_distribution_of_its_logits(steps: dict[str, Any], slot: int) -> None:
+    """By chi-square, rare tokens together. What is emitted, in an engine: test_sampling.py, with --every-combination."""
+    counts, probs = (torch.tensor(steps["drawn"][name][slot], dtype=torch.float64) for name in ("counts", "expected"))
+    expected = probs * counts.sum()
+    often = expected > 5
+    cells = [torch.cat((x[often], x[~often].sum()[None])) for x in (counts, expected)]
+    statistic = ((cells[0] - cells[1]) ** 2 / cells[1]).sum()
+    p = float(torch.special.gammaincc(torch.tensor((len(cells[0]) - 1) / 2).double(), statistic / 2))
+    print(f"slot {slot}: {int(often.sum())} tokens, p = {p:.3f}")
+    assert int(often.sum()) > 5 and p > 1e-4
+
+
 def test_debugging_variables_are_refused_where_drafts_are_made_in_a_captured_graph(steps: dict[str, Any]) -> None:
     for case, text in steps["refused"].items():
         name, device, mode = case.split()
