@@ -100,7 +100,8 @@ def test_every_ablation_differs_from_the_recipe_and_is_measured_beside_it(recipe
     status, trained, then = recipe("ablations.sh")
     assert status == 0
     configs = [TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", overrides(words)) for _, words in trained]
-    alike = [word for word in overrides(trained[0][1]) if word.partition("=")[0] in ("target.path", "data.path", "run.precision", "run.max_steps")]
+    shared = {"target.path", "data.path", "run.precision", "run.max_steps"}
+    alike = [word for word in overrides(trained[0][1]) if word.partition("=")[0] in shared]
     plain = TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", alike)
     assert len({config.hash() for config in [plain, *configs]}) == 10 == len(configs) + 1
     measured = then[0][then[0].index("--draft") + 1 : then[0].index("--prompts-dir")]
