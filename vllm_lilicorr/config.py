@@ -276,7 +276,6 @@ _UNSUPPORTED_DFLASH: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "attention_sink_bias": (False,),
     "attention_value_scale": (1, 1.0),
-    "draft_vocab_size": (),
 }
 
 
@@ -482,12 +481,13 @@ def _refuse_variants(top: FieldReader, dflash: FieldReader) -> None:
         raise top.error("hidden_act", f'must be "silu", got {json.dumps(top.values["hidden_act"])}')
     if top.has("target_hidden_size") and top.values["target_hidden_size"] != top.values.get("hidden_size"):
         raise top.error("target_hidden_size", "differs from hidden_size; a drafter here has the target's width")
-    if top.has("draft_vocab_size") and top.values["draft_vocab_size"] != top.values.get("vocab_size"):
-        raise top.error(
-            "draft_vocab_size",
-            f"is {top.values['draft_vocab_size']}, a reduced draft vocabulary, which is not supported: candidates are "
-            "drawn from the full target vocabulary",
-        )
+    for reader in (top, dflash):
+        if reader.has("draft_vocab_size") and reader.values["draft_vocab_size"] != top.values.get("vocab_size"):
+            raise reader.error(
+                "draft_vocab_size",
+                f"is {json.dumps(reader.values['draft_vocab_size'])}, a reduced draft vocabulary, which is not supported: "
+                "candidates are drawn from the full target vocabulary",
+            )
 
 
 def _block_size(top: FieldReader, dflash: FieldReader) -> int:

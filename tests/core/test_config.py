@@ -87,7 +87,7 @@ def test_no_field_of_the_backbone_has_a_default(values, key):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_theta": 2.0}}, "make them equal"),
-        ({"dflash_config__draft_vocab_size": 32}, "draft_vocab_size"),
+        ({"dflash_config__draft_vocab_size": 32}, "draft_vocab_size is 32, a reduced draft vocabulary, which is not supported"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"head_dim": 13}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -131,6 +131,11 @@ def test_each_inconsistency_is_one_sentence_naming_its_field(values, changes, ex
 def test_the_rotary_base_is_read_in_either_spelling(values, kept):
     values.pop({"rope_theta": "rope_parameters", "rope_parameters": "rope_theta"}[kept])
     assert DraftConfig.from_dict(values).rope_theta == 1e4
+
+
+def test_a_draft_vocabulary_that_is_the_whole_one_is_no_reduced_one(values):
+    values["draft_vocab_size"] = values["dflash_config"]["draft_vocab_size"] = values["vocab_size"]
+    assert DraftConfig.from_dict(values).vocab_size == values["vocab_size"]
 
 
 def test_block_size_is_read_from_either_place(values):
