@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_lilicorr.config import LiLiCorrConfig
@@ -161,22 +161,31 @@ def test_blocks_do_not_see_each_other(seed, order):
     torch.testing.assert_close(alone, (start[2:3], pair[2:3]))
 
 
-def test_a_later_candidate_changes_an_earlier_score(draft, config):
-    config = config()
-    head = head_of(draft, config)
-    args = inputs(head, config)
+@settings(max_examples=20)
+@given(seeds, st.integers(0, 3))
+def test_a_later_candidate_changes_an_earlier_score(seed, candidate):
+    from .conftest import make_config, make_draft
+
+    config = make_config()
+    head = head_of(make_draft, config)
+    args = inputs(head, config, seed=seed)
     start, pair = head(*args)
-    args[0][:, -1, 2] += 1.0
+    args[0][:, -1, candidate] += 1.0
     changed_start, changed_pair = head(*args)
     assert bool((changed_start != start).all())
     assert bool((changed_pair[:, 0] != pair[:, 0]).all())
 
 
-@pytest.mark.parametrize("junk", [math.nan, math.inf, 7.0])
-def test_a_block_without_context_has_an_exactly_zero_anchor_whatever_the_row_holds(draft, config, junk):
-    config = config()
-    head = head_of(draft, config)
-    args = inputs(head, config)
+@settings(max_examples=20)
+@given(seeds, st.floats())
+@example(0, math.nan)
+@example(0, math.inf)
+def test_a_block_without_context_has_an_exactly_zero_anchor_whatever_the_row_holds(seed, junk):
+    from .conftest import make_config, make_draft
+
+    config = make_config()
+    head = head_of(make_draft, config)
+    args = inputs(head, config, seed=seed)
     args[4][:] = torch.tensor([True, False, True])
     args[3][1] = junk
     assert torch.equal(head.anchor(args[3], args[4])[1], torch.zeros(32, dtype=torch.float64))

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_lilicorr.model.lattice import candidate_features, path_score, top_candidates, walk
@@ -88,15 +88,19 @@ def test_exact_margin_is_zero_when_two_paths_draw_and_positive_else():
     assert path.index.tolist() == [[1, 1]] and path.margin.min() == 1
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_sampled_walks_occur_as_often_as_their_proposal_says(temperature):
-    start, pair = lattice(5, n=1, slots=2, topk=4)
+@settings(max_examples=10)
+@given(seeds, st.sampled_from([0.5, 1.0, 2.0]))
+def test_sampled_walks_occur_as_often_as_their_proposal_says(seed, temperature):
+    start, pair = lattice(seed, n=1, slots=2, topk=4)
     draws = 40_000
     path = walk(start.expand(draws, -1), pair.expand(draws, -1, -1, -1), "sampled", temperature, torch.Generator().manual_seed(1))
     expected = (start[0] / temperature).softmax(-1)[:, None] * (pair[0, 0] / temperature).softmax(-1)
     counts = torch.zeros(4, 4).index_put_((path.index[:, 0], path.index[:, 1]), torch.ones(draws), accumulate=True)
-    statistic = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
-    assert statistic < 37.7  # chi-square, 15 degrees of freedom, p = 0.001
+    expected = draws * expected
+    small = expected < 5
+    counts, expected = (torch.cat([cells[~small], cells[small].sum()[None]]) for cells in (counts, expected))
+    statistic = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert statistic < 80  # chi-square, at most 15 degrees of freedom: p < 1e-9, for as many examples as are tried
     torch.testing.assert_close(path.probs[:, 0], (start / temperature).softmax(-1).expand(draws, -1))
     rows = (pair[0, 0] / temperature).softmax(-1)[path.index[:, 0]]
     torch.testing.assert_close(path.probs[:, 1], rows)

@@ -94,10 +94,15 @@ def test_one_prompt_alone_decodes_as_in_a_batch():
     plain = ReferenceDecoder(target).decode(prompts, 30)
     often_right(draft).foresee(prompts, [decoded.output_ids for decoded in plain])
     together = ReferenceDecoder(target, draft, "greedy").decode(prompts, 30)
-    for prompt, expected in zip(prompts, together):
-        draft.foresee([prompt], [plain[prompts.index(prompt)].output_ids])
+    comparison = Comparison()
+    for i, (prompt, expected) in enumerate(zip(prompts, together)):
+        draft.foresee([prompt], [plain[i].output_ids])
         (alone,) = ReferenceDecoder(target, draft, "greedy").decode([prompt], 30)
-        assert alone.output_ids == expected.output_ids and alone.accepted == expected.accepted
+        same = comparison.add(f"prompt {i}", expected.output_ids, alone.output_ids, expected.margins)
+        for a, b in zip(expected.blocks, alone.blocks):
+            same = same and comparison.add(f"prompt {i}, anchor {a.anchor}", a.draft, b.draft, [a.margin] * len(a.draft))
+        assert not same or alone.accepted == expected.accepted
+    comparison.check()
 
 
 def test_drafts_along_a_sequence_are_the_drafts_of_decoding_it():
@@ -111,9 +116,11 @@ def test_drafts_along_a_sequence_are_the_drafts_of_decoding_it():
     sequence = prompt + decoded.output_ids
     anchors = [block.anchor for block in decoded.blocks if block.anchor < len(sequence)]
     proposal = drafts_at(target, draft, sequence, anchors, "greedy", chunk=5)
+    comparison = Comparison()
     for block, tokens in zip(decoded.blocks, proposal.tokens.tolist()):
-        overwritten = run_length(block.anchor, len(tokens))
-        assert list(block.draft)[overwritten:] == tokens[overwritten:]
+        own = slice(run_length(block.anchor, len(tokens)), None)
+        comparison.add(f"anchor {block.anchor}", block.draft[own], tokens[own], [block.margin] * len(tokens))
+    comparison.check()
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -138,7 +145,7 @@ def test_stop_tokens_and_limits_end_where_plain_decoding_ends():
     for limit in (1, 2, 29):
         plain = ReferenceDecoder(target, stop_ids=stop).decode(prompts, limit)
         decoded = ReferenceDecoder(target, draft, "greedy", stop_ids=stop).decode(prompts, limit)
-        assert [d.output_ids for d in decoded] == [d.output_ids for d in plain]
+        compare(plain, decoded, f"limit {limit}")
     assert any(d.output_ids[-1] in stop and len(d.output_ids) < 29 for d in plain)
     # Acceptance is what the verifier accepted, whatever truncated the output behind it.
     assert any(sum(d.accepted) + len(d.blocks) + 1 > len(d.output_ids) for d in decoded)
