@@ -213,6 +213,23 @@ def test_step_times_are_differences_of_two_readings():
     assert serve.difference(after, after) is None and serve.difference({}, {}) is None
 
 
+def test_a_decode_step_is_split_into_what_was_timed():
+    old = {"drafting": 20.0, "candidates": 4.0, "head and walk": 3.0, "everything else": 80.0, "steps": 1000}
+    new = {**old, "walk": 1.0, "verification": 70.0}
+    cell = {"new": {"round0": {"step_seconds": new}, "round1": {"step_seconds": new}}, "old": {"round0": {"step_seconds": old}}}
+    text = report._step_table({("T0", "gsm8k", 1): {**cell, "none": {"round0": {"step_seconds": None}}}})
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert lines[0][2:] == [
+        "Drafter", "Candidates", "Head", "Walk", "Verification", "Rest", "Step", "Head and walk", "and candidates"
+    ]  # fmt: skip
+    assert [line for line in lines if line[0] == "new"] == [
+        ["new", "1", "13.0", "4.0", "2.0", "1.0", "70.0", "10.0", "100.0", "3.0 %", "7.0 %"]
+    ]  # fmt: skip
+    assert [line for line in lines if line[0] == "old"] == [
+        ["old", "1", "13.0", "4.0", "3.0", "-", "-", "80.0", "100.0", "3.0 %", "7.0 %"]
+    ]  # fmt: skip
+
+
 def test_cost_measures_the_first_systems_backbone_as_control(tiny, tmp_path, client, capsys):
     bench(["cost", *arguments(tiny, tmp_path)])
     assert sorted(set(client.started)) == ["control", "lilicorr", "none", "none again"]

@@ -88,6 +88,44 @@ def test_drafts_are_the_readable_heads(name: str, rule: str, layout: str) -> Non
     assert tally.compared > SLOTS * (BLOCKS - 2)
 
 
+class FirstOfTwoRanks(Served):
+    """Half a vocabulary, padded; what the second rank would send is computed where it is gathered."""
+
+    tp_size, shard_start, shard_size = 2, 0, 50
+    sent: torch.Size | None = None
+
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return torch.nn.functional.pad(self.vocabulary.logits(hidden)[:, :50], (0, 3), value=torch.inf)
+
+    def gather_shards(self, packed: Tensor) -> Tensor:
+        self.sent = packed.shape
+        head, rest = self.drafting()._head(SLOTS, "argmax"), self.vocabulary.logits(self.hidden)[:, 50:].contiguous()
+        return torch.stack((packed, head.shard_candidates(rest, vocab_start=50, vocab_size=VOCAB - 50)))
+
+    def plain_embedding(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("name", LATTICES)
+def test_ranks_send_their_candidates_alone_and_draft_what_one_rank_does(name: str, layout: str) -> None:
+    whole, first = Served(name).drafting(), FirstOfTwoRanks(name)
+    one, two = (drafting.propose(first.block, "greedy") for drafting in (whole, first.drafting()))
+    assert torch.equal(one.ids, two.ids) and torch.equal(one.tokens, two.tokens)
+    torch.testing.assert_close(one.log_probs, two.log_probs)
+    if layout == "fused":
+        assert first.sent == (BLOCKS * SLOTS, 2 * one.ids.shape[-1] + 2), "K ids, K logits and a log-partition in two numbers"
+
+
+@pytest.mark.slow
+def test_what_the_ranks_sent_lies_rank_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_lilicorr.serving import model
+
+    ranks = torch.randn(3, 4, 5)
+    monkeypatch.setattr(model, "tensor_model_parallel_all_gather", lambda packed, dim: torch.cat(tuple(ranks), dim))
+    assert torch.equal(model.ServedDraft.gather_shards(ranks[0]), ranks)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_a_correlating_head_drafts_otherwise_than_argmax(name: str) -> None:
     served = Served(name)

@@ -122,6 +122,8 @@ class FusedLiLiCorrHead:
         if products not in ("library", "fused"):
             raise ValueError(f"products must be 'library' or 'fused', got '{products}'")
         self.products = products
+        # Called with the name of a part of `propose` ("walk"), for a caller that times it.
+        self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
         own = head.slot_embedding
         self.device = torch.device(own.device if device is None else device)
         self.dtype = own.dtype if dtype is None else dtype
@@ -411,21 +413,22 @@ class FusedLiLiCorrHead:
             else:
                 table_part, temperature_part, seeds_part = table, temperature, seeds
             out, incoming = vectors.split(self.factor_dim, dim=1)
-            score_and_walk(
-                out,
-                incoming,
-                anchor[:, self.width :],
-                self._ids[part],
-                rule,
-                self.sigma,
-                self.vector_eps,
-                Walked(*(buffer[part] for buffer in self._walked)),
-                None if rows is None else rows[part],
-                temperature_part,
-                Randomness(_part(uniforms, part), seeds_part, _part(positions, part)),
-                _part(tokens_out, part),
-                table_part,
-            )
+            with self.timed("walk"):
+                score_and_walk(
+                    out,
+                    incoming,
+                    anchor[:, self.width :],
+                    self._ids[part],
+                    rule,
+                    self.sigma,
+                    self.vector_eps,
+                    Walked(*(buffer[part] for buffer in self._walked)),
+                    None if rows is None else rows[part],
+                    temperature_part,
+                    Randomness(_part(uniforms, part), seeds_part, _part(positions, part)),
+                    _part(tokens_out, part),
+                    table_part,
+                )
         w = self._walked
         return FusedProposal(w.tokens[:n], w.index[:n], self._ids[:n], self._log_probs[:n], w.scores[:n], w.probs[:n])
 

@@ -10,6 +10,8 @@ both exact, and what is left are the bare inner products
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ class FusedDFlash2Head:
 
     def __init__(self, head: DFlash2Head, *, max_blocks: int, num_slots: int) -> None:
         self.head, self.max_blocks, self.num_slots, self.topk = head, max_blocks, num_slots, head.top_k
+        self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
         device, rank = head.predecessor_codebook.device, head.predecessor_codebook.shape[1]
         shape = (max_blocks, num_slots, self.topk)
         with torch.inference_mode(False):
@@ -97,9 +100,10 @@ class FusedDFlash2Head:
         vectors[:, 1, -1] = log_probs.flatten()
         anchors[:, :-1] = F.embedding(anchor_ids, head.predecessor_codebook)
         table = None if draft_logits is None or cached_ids is None else DraftLogits(draft_logits, cached_ids)
-        w = score_and_walk(
-            vectors[:, 0], vectors[:, 1], anchors, ids, rule, _BEYOND_NORMS**2, _BEYOND_NORMS,
-            Walked(*(buffer[:n] for buffer in self._walked)), rows, temperature, Randomness(uniforms, seeds, positions),
-            None if tokens_out is None else tokens_out[:n], table,
-        )  # fmt: skip
+        with self.timed("walk"):
+            w = score_and_walk(
+                vectors[:, 0], vectors[:, 1], anchors, ids, rule, _BEYOND_NORMS**2, _BEYOND_NORMS,
+                Walked(*(buffer[:n] for buffer in self._walked)), rows, temperature, Randomness(uniforms, seeds, positions),
+                None if tokens_out is None else tokens_out[:n], table,
+            )  # fmt: skip
         return FusedProposal(w.tokens, w.index, ids, log_probs, w.scores, w.probs)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..model.fused import FusedLiLiCorrHead
 from ..model.heads import BlockStates
 from .dflash2 import FusedDFlash2Head
-from .plain import PlainDFlash2Head, PlainLiLiCorrHead, PlainProposal
+from .plain import PlainDFlash2Head, PlainHead, PlainLiLiCorrHead, PlainProposal
 from .timing import Timing
 from .trace import debug
 
@@ -118,6 +118,7 @@ class LatticeDrafting(DraftingHead):
                 head = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
                 if rule != "argmax":  # which scores nothing, and an engine that drafts by it drafts by no other rule
                     self.precompute(head)
+            head.timed = self.timing.part
             self._heads[num_slots] = head
         return self._heads[num_slots]
 
@@ -143,6 +144,8 @@ class LatticeDrafting(DraftingHead):
         model = self.model
         if model.tp_size == 1:
             return head.candidates_from_hidden(slot_hidden, model.shard_logits, vocab_size=model.shard_size)
+        if isinstance(head, PlainHead):
+            return head.candidates(model.full_logits(slot_hidden.flatten(0, 1)), vocab_size=model.config.vocab_size)
         logits = model.shard_logits(slot_hidden.flatten(0, 1))
         packed = head.shard_candidates(logits, vocab_start=model.shard_start, vocab_size=model.shard_size)
         return head.merge_candidates(model.gather_shards(packed), vocab_size=model.config.vocab_size)

@@ -7,6 +7,7 @@ LILICORR_PLAIN_HEAD=1 drafts with them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class PlainHead:
     def __init__(self, head: Any, *, num_slots: int, **_: Any) -> None:
         self.head, self.num_slots = head, num_slots
         self._found: tuple[Tensor, Tensor] | None = None
+        self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def for_slots(self, num_slots: int) -> PlainHead:
         """Return a head for another draft length, with the same weights."""
@@ -85,9 +87,11 @@ class PlainHead:
             if uniforms is None:
                 assert seeds is not None and positions is not None
                 uniforms = _uniforms(seeds[at], positions)
-            path = walk(start, pair, rule, temperature[at], uniforms=uniforms)
+            with self.timed("walk"):
+                path = walk(start, pair, rule, temperature[at], uniforms=uniforms)
         else:
-            path = walk(start, pair, rule)
+            with self.timed("walk"):
+                path = walk(start, pair, rule)
         scores = torch.cat((start[:, None], _predecessor_rows(pair, path.index)), 1)
         one_hot = torch.zeros_like(scores).scatter_(-1, path.index[..., None], 1.0)
         tokens = ids.gather(-1, path.index[..., None])[..., 0]

@@ -57,7 +57,8 @@ class SequentialDrafting(DraftingHead):
                 row = logits[:, slot].float()
                 added = None if steps is None else steps.correction(slot)
                 row = row if added is None else row + added
-                chosen, distribution = draw(row, slot)
+                with self.timing.part("walk"):
+                    chosen, distribution = draw(row, slot)
                 if step.withheld is not None:
                     chosen = chosen.masked_fill(step.withheld, step.null_token)
                 if step.observe is not None:

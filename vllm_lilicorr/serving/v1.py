@@ -86,6 +86,7 @@ class DraftProposer(DFlashProposer):
         if self.device.type == "cpu":
             # An eager CPU engine runs nothing before its first request, which would wait for it. The KV cache is sized later.
             self.drafting.lay_out(self.num_speculative_tokens, self.rule)
+        self.drafting.timing.watch(target_model)
         self._set_width()
         # The runner asks whether the longest request of a batch fits and skips drafting for all of them if not, which also
         # skips writing everyone's context keys, for good. The limit is kept here instead, request by request.
