@@ -59,6 +59,9 @@ def save(target: Path, folder: Path, head: str) -> Path:
     return folder
 
 
+SHIPPED = HERE.parents[1] / "configs/lilicorr.json"
+
+
 def _plain(values: dict[str, Any]) -> None:
     values["architectures"] = ["DFlashDraftModel"]
     values["dflash_config"].pop("projector_type")
@@ -139,6 +142,7 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("exact and probabilistic", model(ours, path_rule="exact", draft_sample_method="probabilistic")),
         ("our key elsewhere", model("ngram", method="ngram", path_rule="greedy")),
         ("no such model", model(str(root / "absent"))),
+        ("no checkpoint beside the file", {"model": str(target), "speculative_config": str(SHIPPED)}),
         ("layers", {"model": str(other), "speculative_config": {"model": ours}}),
         ("hidden size", model(_edited(draft, root / "hidden", lambda v: v.update(hidden_size=128)))),
         ("vocabulary", model(_edited(draft, root / "vocab", lambda v: v.update(vocab_size=400)))),
@@ -257,6 +261,7 @@ def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any])
         ("exact and probabilistic", ["exact", "probabilistic"]),
         ("our key elsewhere", ["path_rule", "LiLiCorrDraftModel"]),
         ("no such model", ["absent", "does not exist"]),
+        ("no checkpoint beside the file", ["lilicorr-qwen3-8b", "neither a folder nor a hub id"]),
         ("layers", ["num_target_layers is 6", "5"]),
         ("hidden size", ["hidden_size is 128", "64"]),
         ("vocabulary", ["vocab_size is 400", "320"]),

@@ -137,6 +137,12 @@ def plan(spec: Mapping[str, Any], target: Any) -> Plan | None:
         return draft.plan(spec)
     if draft is None:
         if ours:
+            bare = isinstance(model, str) and "/" not in model and not Path(model).exists()
+            if bare and spec.get("method") in (None, METHOD, "dspark"):
+                raise UserError(
+                    f"--speculative-config: model {model} is neither a folder nor a hub id (owner/name); give the folder of a "
+                    "drafter checkpoint"
+                )
             names = ", ".join(HEAD_CONFIGS)
             raise UserError(
                 f"--speculative-config: '{ours[0]}' is an option for drafters of this package ({names}), but model is {model!r}; "
