@@ -44,6 +44,15 @@ def parse_row(row: Any) -> list[dict[str, str]]:
 
     Raises Unusable: malformed, empty, no assistant turn.
     """
+    messages = _messages(row)
+    try:
+        "".join(message["content"] for message in messages).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and no tokenizer reads
+        raise Unusable("malformed") from None
+    return messages
+
+
+def _messages(row: Any) -> list[dict[str, str]]:
     if not isinstance(row, dict):
         raise Unusable("malformed")
     if "messages" not in row:
@@ -79,6 +88,15 @@ def parse_row(row: Any) -> list[dict[str, str]]:
     return kept
 
 
+def check_source(source: str) -> None:
+    """Raise UserError where `source` is a file or folder of files that is not there."""
+    path = Path(source)
+    if not path.exists() and path.suffix in (".jsonl", ".json"):
+        raise UserError(f"--prompts: the file {source} does not exist")
+    if path.is_dir() and not any(path.glob("*.jsonl")):
+        raise UserError(f"--prompts: the folder {source} holds no *.jsonl file")
+
+
 def read_source(source: str, splits: Sequence[str], limit: int | None) -> Iterator[tuple[int, Any]]:
     """Yield (row number, decoded row or None where it is no JSON) of the source, in a fixed order."""
     for number, row in enumerate(_rows(source, splits)):
@@ -91,19 +109,15 @@ def _rows(source: str, splits: Sequence[str]) -> Iterator[Any]:
     path = Path(source)
     if path.exists():
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not files:
-            raise UserError(f"--prompts: the folder {source} holds no *.jsonl file")
         for file in files:
-            with file.open(encoding="utf-8", errors="replace") as lines:
+            with file.open(encoding="utf-8-sig", errors="replace") as lines:
                 for line in lines:
                     if line.strip():
                         try:
                             yield json.loads(line)
-                        except ValueError:
+                        except (ValueError, RecursionError):
                             yield None
         return
-    if path.suffix in (".jsonl", ".json"):
-        raise UserError(f"--prompts: the file {source} does not exist")
     import datasets
 
     for split in splits:
@@ -274,7 +288,12 @@ def regenerate(
 
         def proceed(pending: Pending) -> None:
             """Send the conversation's next prompt, or write it down when it is complete."""
-            prompt = pending.next_prompt(tokenizer)
+            try:
+                prompt = pending.next_prompt(tokenizer)
+            except UserError:
+                journal.add({"row": pending.row, "unusable": "refused by the chat template"})
+                bar.update(1)
+                return
             if prompt is None:
                 journal.add({"row": pending.row, "parts": pending.parts})
                 bar.update(1)
@@ -329,10 +348,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--enforce-eager", action="store_true", help="start the engine without compiling the target")
     parser.add_argument("--dtype", default="auto", help="what the target computes in, as vLLM names it")
     args = parser.parse_args(argv)
-    for name in ("max_tokens", "max_num_seqs", "tensor_parallel_size"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(args, name)}")
+    for name in ("limit", "max_tokens", "max_model_len", "max_num_seqs", "tensor_parallel_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {value}")
     index, count = parse_shard(args.shard)
+    check_source(args.prompts)  # before the folder is bound to it
     origin = Origin.of(args.target)
     args.out.mkdir(parents=True, exist_ok=True)
     sampling = {"temperature": 0.0, "reasoning": False, "max_tokens": args.max_tokens, "dtype": args.dtype}
@@ -350,9 +371,10 @@ def main(argv: list[str] | None = None) -> int:
     if journal.records:
         print(f"{journal_path}: {len(journal.records)} rows are done, continuing")
     tokenizer = load_tokenizer(args.target)
+    render(tokenizer, [{"role": "user", "content": "Hi"}])  # a template that refuses this refuses every row: say so now
     generator = OfflineEngine(args.target, args)
     mine = ((number, row) for number, row in read_source(args.prompts, splits, args.limit) if number % count == index)
-    total = _count(args.prompts, args.limit, index, count)
+    total = _count(args.prompts, splits, args.limit, index, count)
     regenerate(mine, journal, generator, tokenizer, args.max_tokens, 2 * args.max_num_seqs, total)
     journal.close()
     report = write_shard(args.out, index, count, list(journal.conversations()), journal.reasons())
@@ -365,18 +387,30 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _count(source: str, limit: int | None, index: int, count: int) -> int | None:
-    """Return how many rows this shard has, where counting them is cheap."""
+def _count(source: str, splits: Sequence[str], limit: int | None, index: int, count: int) -> int | None:
+    """Return how many rows this shard has, where counting them is cheap; progress then has an ETA."""
     path = Path(source)
-    if not path.exists():
+    rows: int | None = 0
+    if path.exists():
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        for file in files:
+            with file.open("rb") as lines:
+                rows += sum(1 for line in lines if line.strip())
+    else:
+        rows = _count_dataset(source, splits)
+    known = [number for number in (rows, limit) if number is not None]
+    return len(range(index, min(known), count)) if known else None
+
+
+def _count_dataset(source: str, splits: Sequence[str]) -> int | None:
+    """Return the rows of a dataset's splits together, if its description says; what cannot be read, reading it reports."""
+    import datasets
+
+    try:
+        described = datasets.load_dataset_builder(source).info.splits
+        return sum(described[split].num_examples for split in splits)
+    except Exception:
         return None
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    rows = 0
-    for file in files:
-        with file.open("rb") as lines:
-            rows += sum(1 for line in lines if line.strip())
-    rows = rows if limit is None else min(rows, limit)
-    return len(range(index, rows, count))
 
 
 if __name__ == "__main__":

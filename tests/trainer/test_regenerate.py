@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from vllm_lilicorr.chat import render
 from vllm_lilicorr.errors import UserError
@@ -160,6 +163,7 @@ def test_killed_anywhere_it_neither_loses_nor_repeats_a_row(monkeypatch, tiny_ta
         ({"messages": [{"role": "tool", "content": "x"}]}, "malformed"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "malformed"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant turn"),
+        ({"prompt": "half a pair \ud83d"}, "malformed"),
     ],
 )
 def test_reasons_of_unusable_rows(row, reason):
@@ -175,8 +179,49 @@ def test_turns_behind_the_last_answer_are_left_out():
 def test_a_source_that_is_not_there_is_named(monkeypatch, tiny_target, tmp_path):
     with pytest.raises(UserError, match="missing.jsonl does not exist"):
         run(monkeypatch, tiny_target, tmp_path / "missing.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists(), "the right source may still be given"
     with pytest.raises(UserError, match="--shard: '4/4' must be i/n"):
         run(monkeypatch, tiny_target, tmp_path / "x", tmp_path / "out", "--shard", "4/4")
+
+
+def test_rows_that_json_or_the_chat_template_refuse_are_counted_and_stop_nothing(monkeypatch, tiny_target, tmp_path):
+    target = tmp_path / "strict"
+    shutil.copytree(tiny_target, target)
+    late = "{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    template = target / "chat_template.jinja"
+    template.write_text(f"{{% for m in messages %}}{late}{{% endfor %}}{template.read_text()}")
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "system", "user", "assistant")]
+    lines = ['\ufeff{"prompt": "behind a byte order mark"}', json.dumps({"messages": messages}), "[" * 100_000, '{"prompt": "y"}']
+    (tmp_path / "source.jsonl").write_text("\n".join(lines))
+    corpus = Corpus(run(monkeypatch, target, tmp_path / "source.jsonl", tmp_path / "out"))
+    assert corpus.reports[0]["unusable"] == {"malformed": 1, "refused by the chat template": 1}
+    assert {key[0] for key in rows(corpus)} == {0, 3}
+    template.write_text("{{ raise_exception('no') }}")
+    with pytest.raises(UserError, match="chat template refuses"):
+        run(monkeypatch, target, tmp_path / "source.jsonl", tmp_path / "again")
+
+
+def test_a_dataset_is_read_split_by_split_and_its_size_known_beforehand(monkeypatch, tiny_target, tmp_path):
+    """A stand-in for the hub: what is asked of `datasets`, and that progress knows its end."""
+    splits = {"code": [{"prompt": "a"}, {"prompt": "b"}], "chat": [{"prompt": "c"}]}
+    described = {name: SimpleNamespace(num_examples=len(held)) for name, held in splits.items()}
+    hub = SimpleNamespace(
+        load_dataset=lambda source, split: {"some/set": splits}[source][split],
+        load_dataset_builder=lambda source: SimpleNamespace(info=SimpleNamespace(splits={"some/set": described}[source])),
+    )
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    totals = []
+    monkeypatch.setattr(regenerate, "tqdm", lambda total, **options: totals.append(total) or tqdm(total=total, **options))
+    corpus = Corpus(run(monkeypatch, tiny_target, "some/set", tmp_path / "out", "--splits", "code,chat"))
+    tokenizer = load_tokenizer(tiny_target)
+    for row, text in enumerate("abc"):
+        prompt = render(tokenizer, [{"role": "user", "content": text}])
+        assert rows(corpus)[row, 0][0][: len(prompt)] == prompt
+    run(monkeypatch, tiny_target, "some/set", tmp_path / "half", "--splits", "code,chat", "--shard", "1/2")
+    run(monkeypatch, tiny_target, "some/set", tmp_path / "few", "--splits", "code,chat", "--limit", "2")
+    assert totals == [3, 1, 2]
+    with pytest.raises(UserError, match="some/set is no local file, and its split 'math' cannot be loaded"):
+        run(monkeypatch, tiny_target, "some/set", tmp_path / "none", "--splits", "math")
 
 
 @pytest.mark.slow
