@@ -26,6 +26,8 @@ RUN_BY = {
     "make lint": ".ci/run",
     "make docs": "tests/docs/test_site.py::test_the_site_builds_strictly_and_fetches_nothing",
     "make soak": "tests/serving/test_http.py::test_a_minute_under_load_brings_no_error_and_no_other_token",
+    "python tests/serving/soak.py": "tests/serving/test_http.py::"
+    "test_request_steps_under_sampling_are_counted_and_no_index_is_out_of_range",
     "pip install": f"{CORE}/test_packaging.py::environment",
     "pip uninstall": f"{CORE}/test_setup_cpu.py::{SETUP_CPU}",
     "pytest": ".ci/run",
