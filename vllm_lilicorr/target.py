@@ -72,7 +72,8 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     local = target_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(str(local), local_files_only=True)
+        # Refused outright: left open, transformers asks the terminal whether to run what the folder brings.
+        return AutoTokenizer.from_pretrained(str(local), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason}); give {WHAT}") from None
@@ -204,7 +205,12 @@ def load_target(
             warnings.simplefilter("ignore")
             # sdpa takes the boolean masks of batched decoding as they are.
             model, report = AutoModelForCausalLM.from_pretrained(
-                str(local), dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+                str(local),
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except Exception as error:  # transformers raises many unrelated kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

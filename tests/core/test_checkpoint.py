@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_lilicorr import io
 from vllm_lilicorr.check import main as check
 from vllm_lilicorr.config import ConvConfig
 from vllm_lilicorr.errors import UserError
@@ -218,36 +216,81 @@ def test_a_full_disk_leaves_the_old_checkpoint(lilicorr, monkeypatch):
     assert [p.name for p in lilicorr.parent.iterdir()] == [lilicorr.name], "leftovers stand beside the checkpoint"
 
 
+def test_everything_is_flushed_before_it_takes_the_old_ones_place(lilicorr, monkeypatch):
+    flushed: set[str] = set()
+    flush, switch = io.fsync_path, io._switch
+    monkeypatch.setattr(io, "fsync_path", lambda path: (flushed.add(path.name), flush(path)))
+
+    def switched(fresh, path):
+        assert flushed == {fresh.name, "config.json", WEIGHTS, "README.md"}
+        switch(fresh, path)
+
+    monkeypatch.setattr(io, "_switch", switched)
+    save_draft(make_draft(seed=1), lilicorr)
+    assert lilicorr.parent.name in flushed, "the rename itself is flushed too"
+
+
 SAVER = """
-import sys, torch
-sys.path[:0] = {path!r}
-from tests.core.conftest import make_draft
+import itertools, json, os, signal, sys, warnings
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from tests.core.conftest import LILICORR, make_config, make_draft
 from vllm_lilicorr.model.checkpoint import save_draft
-torch.set_num_threads(1)
-drafts = [make_draft(seed=0), make_draft(seed=1)]
-print("ready", flush=True)
-for i in range(10**9):
-    save_draft(drafts[i % 2], {folder!r})
+
+warnings.simplefilter("ignore")
+folder = Path(sys.argv[1])
+# Of other weights, another configuration and another card each, so that any mix of the two is neither.
+drafts = [make_draft(make_config(replace(LILICORR, logit_scale=scale)), seed=int(scale)) for scale in (8.0, 4.0)]
+
+
+def content():
+    return {{file.name: file.read_bytes() for file in folder.iterdir()}} if folder.exists() else None
+
+
+def killed_at(step):
+    # Whether saving the new drafter had a step of that number: the child dies in front of it.
+    child = os.fork()
+    if child == 0:
+        seen = itertools.count(1)
+
+        def count(event, arguments):
+            if event.split(".")[0] in ("open", "os", "shutil", "tempfile", "ctypes") and next(seen) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        save_draft(drafts[1], folder)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+save_draft(drafts[1], folder)
+new = content()
+save_draft(drafts[0], folder)
+old = content()
+found = []
+for step in itertools.count(1):
+    if not killed_at(step):
+        break
+    now = content()
+    found.append("old" if now == old else "new" if now == new else "mixed")
+    save_draft(drafts[0], folder)  # removes what the killed one left, so that every child has the same steps
+print(json.dumps([found, content() == old, os.listdir(folder.parent)]))
 """
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, pytestconfig):
-    folder = tmp_path / "checkpoint"
-    save_draft(make_draft(seed=0), folder)
-    known = [load_draft(folder)]
-    save_draft(make_draft(seed=1), folder)
-    known.append(load_draft(folder))
-    code = SAVER.format(path=[str(pytestconfig.rootpath)], folder=str(folder))
-    moments = random.Random(0)
-    for _ in range(6):
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            time.sleep(moments.uniform(0.0, 0.15))
-            child.send_signal(signal.SIGKILL)
-        assert any(states_equal(load_draft(folder), draft) for draft in known)
-    save_draft(make_draft(seed=0), folder)
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"], "a later save removes what killed ones left"
+    """A child that saves over a checkpoint is killed in front of its first operation on a file, then its second, and so on."""
+    code = SAVER.format(root=str(pytestconfig.rootpath))
+    command = [sys.executable, "-c", code, str(tmp_path / "checkpoint")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found, whole, left = json.loads(done.stdout)
+    assert found == ["old"] * found.count("old") + ["new"] * found.count("new"), found
+    assert found.count("old") > 10 and "new" in found, "the steps of saving, before and behind the switch, were not seen"
+    assert whole and left == ["checkpoint"], "a later save removes what killed ones left"
 
 
 def run_check(*arguments):
@@ -320,6 +363,21 @@ def test_saving_never_deletes_what_is_no_checkpoint(lilicorr, tmp_path, monkeypa
     save_draft(make_draft(), stranger / "inner")  # an empty folder is fine
     save_draft(make_draft(seed=1), stranger / "inner")  # and so is an earlier checkpoint
     assert states_equal(load_draft(stranger / "inner"), load_draft(stranger / "inner"))
+
+
+def test_a_target_that_brings_code_is_refused_without_asking_to_run_it(tmp_path, monkeypatch):
+    from vllm_lilicorr.target import load_target, load_tokenizer
+
+    auto = {"AutoConfig": "brought.C", "AutoModelForCausalLM": "brought.C", "AutoTokenizer": ["brought.C", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "brought", "auto_map": auto}))
+    (tmp_path / "brought.py").write_text("import os\nos.environ['BROUGHT_CODE_RAN'] = '1'\n")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    for load in (load_target, load_tokenizer):
+        with pytest.raises(UserError, match="cannot be loaded"):
+            load(tmp_path)
+    assert not asked and "BROUGHT_CODE_RAN" not in os.environ
 
 
 def test_a_target_that_lacks_weights_is_refused(tiny_target):
