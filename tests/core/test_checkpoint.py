@@ -276,7 +276,7 @@ for step in itertools.count(1):
     now = content()
     found.append("old" if now == old else "new" if now == new else "mixed")
     save_draft(drafts[0], folder)  # removes what the killed one left, so that every child has the same steps
-print(json.dumps([found, content() == old, os.listdir(folder.parent)]))
+print(json.dumps([found, content() == new, os.listdir(folder.parent)]))  # the last child lived
 """
 
 
