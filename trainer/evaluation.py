@@ -35,6 +35,8 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", f"must not be negative, got {self.every}")
+        few = self.conversations
+        require(few is None or few >= 1, "conversations", f"must be at least 1, or null for all of them; got {few}")
         require(self.anchors >= 1, "anchors", f"must be at least 1, got {self.anchors}")
 
 
@@ -79,6 +81,11 @@ class Evaluator:
         self.corpus, self.held_out, self.states = corpus, held_out, states
         self.max_length, self.slots, self.config = max_length, slots, config
         self._tails: dict[int, list[list[int]]] = {}  # online, each costs a decode of the target
+
+    def prepare(self) -> None:
+        """Look up all continuations of held-out turns; raises UserError where the cache lacks one."""
+        for index in map(int, self.held_out):
+            self._tails[index] = self.states.tails(index, self.corpus[index], self.max_length, self.slots - 1)
 
     @torch.no_grad()
     def run(self, objective: Objective, device: torch.device, everything: bool) -> dict[str, Acceptance]:

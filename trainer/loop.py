@@ -60,6 +60,9 @@ class Trainer:
         self.evaluator = Evaluator(
             self.corpus, held_out, self.states, config.data.max_length, self.draft.config.num_slots, config.evaluation
         )
+        if config.data.mode == "offline":
+            self.evaluator.prepare()  # what the cache lacks is better said now than after the last step
+        self.universal = self._begins_universal()
         self.objective, self.engine = self._build_engine(train)
         self.step = self._resume()
         self.log = self._open_log() if self.rank == 0 else None
@@ -187,6 +190,8 @@ class Trainer:
             sampled = SampledVocabulary(self._corpus_tokens(train), target.lm_head, config.objective.train_vocab, config.run.seed)
         objective = OBJECTIVES[config.draft.head](self.draft, config.objective, target, sampled, self.max_steps)
         settings = _deepspeed_settings(config, self.accumulation, self.world)
+        if self.universal:
+            settings["checkpoint"] = settings.get("checkpoint", {}) | {"load_universal": True}
         engine, *_ = deepspeed.initialize(
             model=objective,
             optimizer=build_optimizer((p for p in objective.parameters() if p.requires_grad), config.optimizer, settings),
@@ -237,12 +242,21 @@ class Trainer:
             )
         if saved["corpus"] != self.corpus.fingerprint:
             raise UserError(f"{path}: was trained on another corpus than {self.config.data.path}; give another run.output")
-        if saved["world_size"] != self.world and not self.config.deepspeed.universal:
+        if saved["world_size"] != self.world and not self.universal:
             raise UserError(
                 f"{path}: was written by {saved['world_size']} ranks and this run has {self.world}; start {saved['world_size']}, "
                 "or convert it with 'python -m deepspeed.checkpoint.ds_to_universal' and set deepspeed.universal=true "
                 "(docs/training.md, Resuming)"
             )
+
+    def _begins_universal(self) -> bool:
+        """Return whether the checkpoint in force is a converted one: what the run saves after it is of the usual kind again."""
+        folder = self.output / "checkpoints"
+        name = checkpoints.latest(folder)
+        found = name is not None and checkpoints.is_universal(folder, name)
+        if found and not self.config.deepspeed.universal:
+            raise UserError(f"{folder}/{name}: is in the universal format; set deepspeed.universal=true to resume from it")
+        return found
 
     def _describe(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -376,8 +390,6 @@ def _deepspeed_settings(config: TrainConfig, accumulation: int, world: int) -> d
     }
     if config.run.precision == "bf16":
         settings["bf16"] = settings.get("bf16", {}) | {"enabled": True, "check_grad_overflow": True}
-    if config.deepspeed.universal:
-        settings["checkpoint"] = settings.get("checkpoint", {}) | {"load_universal": True}
     return settings
 
 

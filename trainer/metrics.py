@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
         self._bar = tqdm(total=total, initial=resumed_at, unit="step", dynamic_ncols=True, mininterval=1.0)
         self._tensorboard = _tensorboard(output) if tensorboard else None
-        self._wandb = _wandb(wandb, output, config) if wandb else None
+        self._wandb = _wandb(wandb, output, config, resumed_at > 0) if wandb else None
 
     def step(self, values: dict[str, Any]) -> None:
         """Record one optimizer step."""
@@ -88,12 +89,22 @@ def _tensorboard(output: Path) -> Any | None:
     return SummaryWriter(str(output / "tensorboard"))
 
 
-def _wandb(project: str, output: Path, config: dict[str, Any]) -> Any:
+def _wandb(project: str, output: Path, config: dict[str, Any], resumed: bool) -> Any:
     try:
         import wandb
     except ImportError:
         raise UserError("run.wandb: the package wandb is not installed; install it or set run.wandb=null") from None
-    return wandb.init(project=project, dir=str(output), config=config, resume="allow")
+    # What is resumed here is resumed there: W&B knows a run by its id alone.
+    name = output / "wandb-id"
+    if not (resumed and name.exists()):
+        write_file_atomically(name, secrets.token_hex(4) + "\n")
+    try:
+        return wandb.init(project=project, dir=str(output), config=config, id=name.read_text().strip(), resume="allow")
+    except Exception as error:  # no key, no network, no such project: it has a kind for each
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"run.wandb: W&B does not start ({reason}); log in with 'wandb login', set WANDB_MODE=offline, or run.wandb=null"
+        ) from None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

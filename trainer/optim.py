@@ -27,6 +27,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require(self.lr > 0, "lr", f"must be positive, got {self.lr}")
         require(self.clip > 0, "clip", f"must be positive, got {self.clip}")
+        require(self.eps > 0, "eps", f"must be positive, got {self.eps}")
+        require(self.weight_decay >= 0, "weight_decay", f"must not be negative, got {self.weight_decay}")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, f"must lie in [0, 1), got {getattr(self, name)}")
 

@@ -157,6 +157,15 @@ def test_training_offline_without_a_cache_says_how_to_make_one(tiny_target, tiny
     assert len(errors) == 1 and "make them with trainer/cache.py" in errors[0] and "Traceback" not in done.stderr
 
 
+def test_a_cache_made_for_fewer_held_out_conversations_is_refused_before_training(make_cache):
+    from vllm_lilicorr.trainer.loop import Trainer
+
+    make_cache()
+    Trainer(TrainConfig.load(make_cache.config))
+    with pytest.raises(UserError, match="no continuation of held-out conversation .* run trainer/cache.py again"):
+        Trainer(TrainConfig.load(make_cache.config, ["data.holdout=5"]))
+
+
 def test_cached_rows_equal_what_the_target_computes(make_cache, tiny_target, tiny_corpus):
     from vllm_lilicorr.target import load_target
 

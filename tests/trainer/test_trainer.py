@@ -8,6 +8,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,6 +201,64 @@ def test_resuming_with_other_numbers_ranks_or_corpus_is_refused(make):
         path.write_text(json.dumps(saved | {key: value}))
         with pytest.raises(UserError, match=sentence):
             make("run.max_steps=4")
+
+
+def test_the_checkpoint_in_force_stays_where_latest_was_set_back(make):
+    run(make("run.max_steps=6", "run.save_every=1", "run.keep_last=4"))
+    (make.output / "checkpoints/latest").write_text("step-00000003\n")
+    run(make("run.max_steps=6", "run.save_every=1", "run.keep_last=1", "run.stop_after=4"))
+    assert names(make.output) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
+    run(make("run.max_steps=6", "run.save_every=1", "run.keep_last=1"))
+    assert names(make.output) == ["latest", "step-00000006"]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_the_universal_format_and_then_from_its_own(make, tmp_path):
+    options = ("run.max_steps=5", "run.save_every=1", "deepspeed.universal=true")
+    run(make(*options, f"run.output={tmp_path}/straight"))
+    run(make("run.max_steps=5", "run.stop_after=2"))
+    folder = make.output / "checkpoints"
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder / "step-00000002")]
+    subprocess.run([*command, "--output_folder", str(folder / "universal")], check=True, capture_output=True)
+    shutil.copy(folder / "step-00000002/run.json", folder / "universal")
+    (folder / "latest").write_text("universal\n")
+    with pytest.raises(UserError, match=r"universal format; set deepspeed\.universal=true"):
+        make("run.max_steps=5")
+    run(make(*options, "run.stop_after=3"))
+    run(make(*options))
+    losses = [[r["loss"] for r in records(output) if "loss" in r] for output in (tmp_path / "straight", make.output)]
+    assert len(losses[1]) == 5 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+    saved = folder / "step-00000005/run.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"world_size": 8}))
+    with pytest.raises(UserError, match="written by 8 ranks and this run has 1"):
+        make(*options)
+
+
+def test_every_value_reaches_tensorboard_and_wandb_and_a_resumed_run_stays_one_run(make, monkeypatch):
+    """Stand-ins for both: what they are given, and which run of W&B it is."""
+    written, logged, begun = [], [], []
+    board = SimpleNamespace(add_scalar=lambda name, value, step: written.append((step, name, value)), close=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: board))
+    there = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    wandb = SimpleNamespace(init=lambda **options: begun.append(options) or there)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    options = ("run.max_steps=3", "run.tensorboard=true", "run.wandb=drafters", "evaluation.every=1")
+    run(make(*options, "run.stop_after=2"))
+    run(make(*options))
+    lines = records(make.output)
+    assert logged == [(line["step"], line) for line in lines] and {"tau_greedy", "grad_norm"} <= {*lines[0], *lines[1]}
+    assert written == [(line["step"], name, value) for line in lines for name, value in line.items() if name != "step"]
+    first, second = begun
+    assert first["project"] == "drafters" and first["config"]["optimizer"]["lr"] == 3e-3
+    assert first["id"] == second["id"] and second["resume"] == "allow"
+    shutil.rmtree(make.output / "checkpoints")
+    wandb.init = lambda **options: 1 / 0
+    with pytest.raises(UserError, match=r"run\.wandb: W&B does not start \(division by zero\); log in"):
+        make(*options)
+    assert (make.output / "wandb-id").read_text().strip() != first["id"], "what begins anew is another run"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"run\.wandb: the package wandb is not installed"):
+        make(*options)
 
 
 def test_sizes_that_do_not_divide_are_refused(make):
