@@ -242,6 +242,14 @@ def test_loss_and_gradients_equal_explicit_loops_over_blocks_and_slots(head, los
     assert untouched == [], "the whole head learns"
 
 
+def test_nothing_of_the_target_is_trained():
+    """No optimizer can reach it: the module's parameters are the drafter's, and a step leaves the target without gradients."""
+    objective, *data = problem()
+    assert {id(p) for p in objective.parameters()} == {id(p) for p in objective.draft.parameters()}
+    objective(collate(*data, 64))[0].backward()
+    assert objective.target.embedding.grad is None and objective.target.lm_head.grad is None
+
+
 def test_the_head_trains_the_drafter_through_log_probabilities_and_states():
     objective, *data = problem(gamma=1.0, beta=1e-3)
     batch = collate(*data, 64)

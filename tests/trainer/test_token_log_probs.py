@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vllm_lilicorr.model.lattice import top_candidates
 from vllm_lilicorr.trainer import token_log_probs as fused
@@ -94,6 +96,32 @@ def test_bf16_gradient_of_a_sure_token_keeps_its_direction():
     token_log_probs(ours, weight, torch.arange(8), 4).target.sum().backward()
     error = (ours.grad.double() - exact.grad).norm(dim=-1) / exact.grad.norm(dim=-1)
     assert error.max() < 0.15
+
+
+class LargestResult(TorchDispatchMode):
+    """Remembers how many values the largest result of any operation has."""
+
+    values = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor):
+                self.values = max(self.values, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_no_tensor_is_larger_than_one_chunk_of_logits(counts, monkeypatch):
+    rows, width, vocab, chunk = 60, 4, 800, 8
+    monkeypatch.setattr(fused, "chunk_rows", lambda *_: chunk)
+    hidden, weight, targets = problem(0, rows, width, vocab, torch.float32)
+    log_counts = torch.rand(vocab) if counts else None
+    hidden.requires_grad_()
+    with LargestResult() as largest:
+        result = token_log_probs(hidden, weight, targets, 2, log_counts)
+        (result.target.sum() + result.log_probs.sum()).backward()
+    assert largest.values == chunk * vocab
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused():
