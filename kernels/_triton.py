@@ -76,3 +76,12 @@ def dot(a, b, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Returns whether an operation that has another way to compute may run as a kernel on `tensor`; never raises.
+
+    Where `use_triton` says yes, except without Triton, on meta tensors, and in a type that no kernel takes (fp64).
+    """
+    here = tensor.is_cuda or (INTERPRETED and tensor.is_cpu)
+    return HAS_TRITON and here and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)

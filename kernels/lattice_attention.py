@@ -215,6 +215,7 @@ class _LatticeAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, k, v, relative, same, out, lse = ctx.saved_tensors
         topk, grad = ctx.topk, grad.contiguous()

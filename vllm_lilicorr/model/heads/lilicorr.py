@@ -14,12 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_lilicorr.kernels._triton import has_kernels
+from vllm_lilicorr.kernels.lattice_attention import lattice_attention
+
 from ...config import DraftConfig, LiLiCorrConfig
 from ..backbone import RMSNorm
 from ..lattice import NUM_FEATURES, candidate_features
 from .base import BlockStates, Candidates, LatticeHead, TargetVocabulary, ranked_candidates
 
 FEATURE_NORM_EPS = 1e-5
+Bias = Tensor | tuple[Tensor, Tensor]
+"""The tower's attention bias [heads, S*K, S*K]; or the tables it is made of, [heads, 2B-1] by distance, [heads] inside a slot."""
 
 
 class MLP(nn.Module):
@@ -37,19 +42,22 @@ class MLP(nn.Module):
 class LatticeAttention(nn.Module):
     """Multi-head attention over all S*K nodes at once, no mask, an additive bias from the slots' distance."""
 
-    def __init__(self, size: int, num_heads: int) -> None:
+    def __init__(self, size: int, num_heads: int, topk: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.topk = num_heads, topk
         self.in_proj_weight = nn.Parameter(torch.empty(3 * size, size))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * size))
         self.out_proj = nn.Linear(size, size)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Return [N, S*K, W] from nodes x [N, S*K, W] and bias [heads, S*K, S*K]."""
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return self.out_proj(out.transpose(1, 2).flatten(-2))
+    def forward(self, x: Tensor, bias: Bias) -> Tensor:
+        """Return [N, S*K, W] from nodes x [N, S*K, W] and the bias; its tables have the kernels attend."""
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        if isinstance(bias, tuple):
+            out = lattice_attention(*qkv.unbind(2), *bias, self.topk)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+        return self.out_proj(out.flatten(-2))
 
 
 class LatticeLayer(nn.Module):
@@ -59,11 +67,11 @@ class LatticeLayer(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.attn_norm = RMSNorm(width, rms_norm_eps)
-        self.attn = LatticeAttention(width, config.num_heads)
+        self.attn = LatticeAttention(width, config.num_heads, config.candidate_topk)
         self.mlp_norm = RMSNorm(width, rms_norm_eps)
         self.mlp = MLP(width, config.mlp_hidden_size, width)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Bias) -> Tensor:
         x = x + self.attn(self.attn_norm(x), bias)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -160,7 +168,13 @@ class LiLiCorrHead(LatticeHead):
         self._check_shapes(token_embeddings, candidate_log_probs, slot_hidden, anchor_hidden, anchor_valid)
         slots = candidate_log_probs.shape[1]
         x = self.nodes(token_embeddings, candidate_log_probs, slot_hidden).flatten(1, 2)
-        bias = self.attention_bias(slots)
+        bias: Bias
+        # Where kernels run, they compute what is differentiated; a compiler makes its own of torch's operations.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_kernels(x):
+            # Copies: what attention keeps for its backward pass must outlive ZeRO's partitioning of the parameters (stage 3).
+            bias = self.relative_slot_bias.clone(), self.same_slot_bias.clone()
+        else:
+            bias = self.attention_bias(slots)
         for layer in self.layers:
             x = layer(x, bias)
         x = self.output_norm(x)
