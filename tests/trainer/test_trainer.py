@@ -235,10 +235,10 @@ def test_a_run_resumes_from_the_universal_format_and_then_from_its_own(make, tmp
 
 
 def test_every_value_reaches_tensorboard_and_wandb_and_a_resumed_run_stays_one_run(make, monkeypatch):
-    """Stand-ins for both: what they are given, and which run of W&B it is."""
-    written, logged, begun = [], [], []
-    board = SimpleNamespace(add_scalar=lambda name, value, step: written.append((step, name, value)), close=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: board))
+    """TensorBoard's own files; a stand-in for W&B, that says what it is given and which run it is."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged, begun = [], []
     there = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **options: begun.append(options) or there)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -247,7 +247,12 @@ def test_every_value_reaches_tensorboard_and_wandb_and_a_resumed_run_stays_one_r
     run(make(*options))
     lines = records(make.output)
     assert logged == [(line["step"], line) for line in lines] and {"tau_greedy", "grad_norm"} <= {*lines[0], *lines[1]}
-    assert written == [(line["step"], name, value) for line in lines for name, value in line.items() if name != "step"]
+    board = EventAccumulator(str(make.output / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    written = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    assert written.keys() == {name for line in lines for name in line} - {"step"}
+    for name, points in written.items():
+        theirs = [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines if name in line]
+        assert points == theirs, name
     first, second = begun
     assert first["project"] == "drafters" and first["config"]["optimizer"]["lr"] == 3e-3
     assert first["id"] == second["id"] and second["resume"] == "allow"
