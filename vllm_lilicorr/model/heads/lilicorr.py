@@ -10,6 +10,8 @@ head's, d the width of the vectors.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from ..lattice import NUM_FEATURES, candidate_features
 from .base import BlockStates, Candidates, LatticeHead, TargetVocabulary, ranked_candidates
 
 FEATURE_NORM_EPS = 1e-5
-Bias = Tensor | tuple[Tensor, Tensor]
+Bias: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """The tower's attention bias [heads, S*K, S*K]; or the tables it is made of, [heads, 2B-1] by distance, [heads] inside a slot."""
 
 
@@ -53,7 +55,8 @@ class LatticeAttention(nn.Module):
         """Return [N, S*K, W] from nodes x [N, S*K, W] and the bias; its tables have the kernels attend."""
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
         if isinstance(bias, tuple):
-            out = lattice_attention(*qkv.unbind(2), *bias, self.topk)
+            q, k, v = qkv.unbind(2)
+            out = lattice_attention(q, k, v, *bias, self.topk)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
