@@ -202,12 +202,16 @@ def _shard_torch(logits: torch.Tensor, k: int, vocab_size: int) -> tuple[torch.T
     return ids, values, lse
 
 
+KS = (1, 2, 4, 8, 16)
+"""What k may be."""
+
+
 def _check(logits: torch.Tensor, k: int, vocab_size: int | None) -> int:
     check_shape("logits", logits, -1, -1)
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= min(logits.shape[1], NO_ID - (1 << 16)):
         raise ValueError(f"vocab_size must lie in 1..{logits.shape[1]} (the logits' columns), got {vocab_size}")
-    if k not in (1, 2, 4, 8, 16):
+    if k not in KS:
         raise ValueError(f"k must be 1, 2, 4, 8 or 16, got {k}")
     if logits.stride(1) != 1:
         raise ValueError(f"logits must be contiguous in the vocabulary dimension, got strides {logits.stride()}")

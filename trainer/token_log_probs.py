@@ -20,6 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_lilicorr.kernels._triton import has_kernels
+from vllm_lilicorr.kernels.topk_logprobs import KS, topk_shard
+
 BLOCK = 64
 """Columns whose maximum is taken first; the K best blocks contain the K best tokens."""
 
@@ -95,6 +98,7 @@ class _TokenLogProbs(torch.autograd.Function):
         # On a CPU the passes over the chunk run over slices that stay in the core's cache.
         inner = step if hidden.is_cuda else max(1, (1 << 18) // vocab)
         scratch = torch.empty(min(inner, step), vocab, dtype=wide, device=hidden.device)
+        in_kernels = k in KS and log_counts is None and has_kernels(hidden)
         for at in range(0, rows, step):
             chunk = slice(at, min(at + step, rows))
             logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - at])
@@ -104,16 +108,23 @@ class _TokenLogProbs(torch.autograd.Function):
                 whole = slice(at + part.start, at + part.stop)
                 values = logits[part]
                 gathered = values.gather(1, targets[whole, None])
-                top_values, top_ids, top = _top(values, k)
-                exp = (
-                    torch.sub(values, top[:, None], out=scratch[: len(values)]) if log_counts is None else (values - top[:, None])
-                )
-                if log_counts is not None:
-                    exp = exp.add_(log_counts)
-                exp.exp_()
-                total = exp.sum(-1)
+                if in_kernels:
+                    # The server's top-K: one read of the chunk. Only the gradient needs the probabilities themselves.
+                    top_ids, top_values, normaliser = topk_shard(values, k, 0)
+                    top, log_total = normaliser.unbind(-1)
+                    if expected is not None:
+                        exp = torch.sub(values, top[:, None], out=scratch[: len(values)]).exp_()
+                        total = log_total.exp()
+                else:
+                    top_values, top_ids, top = _top(values, k)
+                    if log_counts is None:
+                        exp = torch.sub(values, top[:, None], out=scratch[: len(values)])
+                    else:
+                        exp = (values - top[:, None]).add_(log_counts)
+                    exp.exp_()
+                    total = exp.sum(-1)
+                    log_total = total.log()
                 # Relative to the maximum first: near p = 1 the difference is all there is.
-                log_total = total.log()
                 target[whole] = gathered[:, 0].to(wide) - top - log_total
                 ids[whole], log_probs[whole] = top_ids, top_values - top[:, None] - log_total[:, None]
                 if expected is not None:
