@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import secrets
 from pathlib import Path
@@ -54,7 +55,9 @@ class MetricsLog:
         self._bar.write(text)
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        # JSON has no NaN and no infinity; what a tolerated step leaves is null.
+        written = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        self._file.write(json.dumps(written, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
             for key, value in values.items():

@@ -13,6 +13,7 @@ import pytest
 from vllm_lilicorr.bench import card
 from vllm_lilicorr.bench.__main__ import main as bench
 from vllm_lilicorr.bench._results import Results, checkpoint_digest
+from vllm_lilicorr.bench._tables import MISSING
 from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.trainer.corpus import Conversation, Origin, write_meta, write_shard
 
@@ -71,6 +72,12 @@ def test_the_card_tells_how_the_drafter_was_made_and_what_it_reaches(made, tmp_p
     assert cells(text, "GSM8K")[1].startswith("2.17 (") and cells(text, "GSM8K")[3].startswith("3.00 (")
     assert "`python -m vllm_lilicorr.bench acceptance --output out`" in text
     assert "hash: f00d" in text and "asks for 3 of the 4 tokens" in text
+
+
+def test_a_tolerated_step_is_left_out_of_its_rows_mean():
+    records = [{"step": step, "seconds": 1.0, "loss": step * 1.0, "dflash": None} for step in range(1, 17)]
+    records[0]["loss"] = None
+    assert cells(card.curve(records), "1-2") == ["1-2", "0.00", "2.000", MISSING]
 
 
 def test_its_serving_file_is_read_from_its_own_folder(made, tmp_path):

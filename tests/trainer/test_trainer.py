@@ -39,7 +39,12 @@ def make(tiny_target, tiny_corpus, train_settings, tmp_path):
 
 
 def records(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """Read as strict readers of JSON do, who know no NaN."""
+
+    def refused(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refused) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def run(trainer) -> None:
@@ -150,6 +155,20 @@ def test_a_tolerated_step_changes_no_weight(make, what, precision, stage):
         assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
         assert any(not torch.equal(seen[1][name], seen[2][name]) for name in seen[0])
         assert all(p.isfinite().all() for p in seen[2].values())
+
+
+@pytest.mark.parametrize("what", ["dist", "gradient"])
+def test_a_tolerated_step_is_logged_as_null_and_the_run_resumes_over_it(make, what):
+    trainer = make("run.max_steps=3", "run.stop_after=2", skip_nonfinite=1)
+    poisoned(trainer, 2, what)
+    run(trainer)
+    run(make("run.max_steps=3"))
+    bad = {
+        record["step"]: {name for name, value in record.items() if value is None}
+        for record in records(make.output)
+        if "loss" in record
+    }
+    assert bad == {1: set(), 2: {"grad_norm"} | ({"loss", "dist"} if what == "dist" else set()), 3: set()}
 
 
 @contextlib.contextmanager

@@ -199,7 +199,8 @@ def curve(records: Sequence[dict[str, Any]]) -> str:
     rows = []
     for first, end in itertools.pairwise(edges):
         some = steps[first:end]
-        means = [np.mean([record[term] for record in some if term in record] or [np.nan]) for term in terms]
+        # A step that was not finite and was tolerated has null in place of its terms.
+        means = [np.mean([record[term] for record in some if record.get(term) is not None] or [np.nan]) for term in terms]
         so_far = hours([record for record in records if record["step"] <= some[-1]["step"]])
         rows.append([f"{some[0]['step']:,}-{some[-1]['step']:,}", f"{so_far:.2f}", *(number(float(mean), 3) for mean in means)])
     return table(["Steps", "Hours", *terms.values()], rows)
