@@ -55,8 +55,8 @@ class LatticeAttention(nn.Module):
         """Return [N, S*K, W] from nodes x [N, S*K, W] and the bias; its tables have the kernels attend."""
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
         if isinstance(bias, tuple):
-            q, k, v = qkv.unbind(2)
-            out = lattice_attention(q, k, v, *bias, self.topk)
+            (q, k, v), (relative, same) = qkv.unbind(2), bias
+            out = lattice_attention(q, k, v, relative, same, self.topk)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
