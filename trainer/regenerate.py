@@ -390,16 +390,17 @@ def main(argv: list[str] | None = None) -> int:
 def _count(source: str, splits: Sequence[str], limit: int | None, index: int, count: int) -> int | None:
     """Return how many rows this shard has, where counting them is cheap; progress then has an ETA."""
     path = Path(source)
-    rows: int | None = 0
-    if path.exists():
-        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        for file in files:
-            with file.open("rb") as lines:
-                rows += sum(1 for line in lines if line.strip())
-    else:
-        rows = _count_dataset(source, splits)
+    rows = _count_lines(path) if path.exists() else _count_dataset(source, splits)
     known = [number for number in (rows, limit) if number is not None]
     return len(range(index, min(known), count)) if known else None
+
+
+def _count_lines(path: Path) -> int:
+    rows = 0
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        with file.open("rb") as lines:
+            rows += sum(1 for line in lines if line.strip())
+    return rows
 
 
 def _count_dataset(source: str, splits: Sequence[str]) -> int | None:
