@@ -36,6 +36,9 @@ from vllm_lilicorr.bench._server import Server, resident_bytes  # noqa: E402
 KINDS = ("greedy",) * 4 + ("sampled",) * 3 + ("abort",) * 2 + ("stop", "several", "logprobs", "json")
 """What the streams choose from, the frequent ones several times."""
 
+BLOCK = 32
+"""Tokens of a KV block."""
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "level": {"enum": [1, 2, 3]}},
@@ -204,6 +207,13 @@ def becomes_idle(server: Server) -> bool:
     return False
 
 
+def write_every_block(server: Server, vocab: int, max_len: int, blocks: int) -> None:
+    """Send prompts of the maximum length, each another, until all blocks have held keys: they are taken in turn."""
+    rng = random.Random(0)
+    for _ in range(2 * blocks * BLOCK // max_len):
+        server.complete([rng.randrange(vocab) for _ in range(max_len - 1)], max_tokens=1)
+
+
 def growth(memory: list[tuple[float, int]]) -> float:
     """Return how much more memory the last quarter of the run used than the second one, as a fraction."""
     end = memory[-1][0]
@@ -230,7 +240,11 @@ def soak(
     options = ["--max-model-len", str(max_len), "--max-num-seqs", str(streams), "--max-num-batched-tokens", "2048"]
     # JSON may have white space anywhere, and a small model fills its whole answer with it. vLLM reads this of the server alone.
     options += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
+    # As many keys as the streams can need, every one written before memory is watched: a block is resident from its first use on.
+    blocks = streams * (max_len // BLOCK + 1)
+    options += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
     with Server(target, speculative, options, environment(release, LILICORR_DEBUG="1")) as server:
+        write_every_block(server, vocab, max_len, blocks)
         began = time.time()
         tally = asyncio.run(load(server, seconds, streams, (vocab, max_len), kinds, steps))
         seconds = time.time() - began
