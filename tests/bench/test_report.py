@@ -26,7 +26,10 @@ def greedy(results: Results, benchmark: str, name: str, **rules: list[list[int]]
     results.put(f"acceptance/T0/{benchmark}/{name}", settings, result)
 
 
-STEP = {"drafting": 2.0, "candidates": 0.5, "head and walk": 1.0, "everything else": 8.0, "steps": 1000}
+STEP = {
+    "drafting": 2.0, "candidates": 0.5, "head and walk": 1.0, "walk": 0.25,
+    "everything else": 8.0, "verification": 6.5, "steps": 1000,
+}  # fmt: skip
 
 
 def served(results: Results, where: str, system: str, *speeds: float, tau: float | None = None) -> None:
@@ -140,7 +143,7 @@ def test_a_system_slower_than_no_speculation_has_won_nothing(full):
 def test_tau_and_throughput_stand_side_by_side_and_steps_are_split(full):
     text = report.serve_tables(full)
     assert rows(text, "GSM8K")[0][-2:] == ["2.00 / 150.0", "1.50 / 120.0"]
-    assert rows(text, "lilicorr")[0] == ["lilicorr", "1", "0.5", "0.5", "1.0", "8.0", "10.0", "10.0 %"]
+    assert rows(text, "lilicorr")[0] == ["lilicorr", "1", "0.5", "0.5", "0.8", "0.2", "6.5", "1.5", "10.0", "10.0 %", "15.0 %"]
     sweep = text.partition("Grid `sweep`")[2]
     lines = [row[1:] for row in rows(sweep, "GSM8K")]
     assert lines == [[str(c), f"{100 * c}.0", "**1.50x (2.00)**"] for c in (1, 2, 4)]
