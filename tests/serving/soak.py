@@ -219,7 +219,7 @@ def growth(memory: list[tuple[float, int]]) -> float:
     end = memory[-1][0]
     second = [used for at, used in memory if end / 4 <= at < end / 2]
     last = [used for at, used in memory if at >= 3 * end / 4]
-    return max(last) / max(second) - 1
+    return max(last) / max(max(second), 1) - 1  # a server that has died has none
 
 
 def soak(
