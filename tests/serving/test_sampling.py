@@ -133,3 +133,18 @@ def test_seeds_reproduce_and_greedy_rows_stay_greedy_in_a_mixed_batch(pair: tupl
     assert done.tokens(0)[1::2] == done.tokens(2)[1::2]
     assert done.tokens(0)[0::2] != done.tokens(2)[0::2], "nothing was sampled"
     assert done.acceptance_length() > 1.3
+
+
+def test_a_seeded_prompt_can_be_prefilled_in_chunks(four_tokens: tuple[Path, Path]) -> None:
+    """The tokens sampled behind an unfinished prompt are dropped, and the request's seed has not moved by them."""
+    params = [{"temperature": 1.0, "seed": seed, "max_tokens": 8, "ignore_eos": True, "detokenize": False} for seed in range(4)]
+    whole, chunks = (
+        run(
+            *four_tokens, [{"prompts": [PROMPT * 4] * 4, "params": params, "serial": True}], max_num_batched_tokens=budget,
+            speculative={"draft_sample_method": "probabilistic"}, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2,
+            enable_prefix_caching=False,
+        )
+        for budget in (64, 12)
+    )  # fmt: skip
+    assert chunks.tokens(0) == whole.tokens(0)
+    assert len({tuple(tokens) for tokens in whole.tokens(0)}) == 4, "the seeds do not matter"

@@ -1,9 +1,9 @@
 """Every place where this package touches vLLM, and what each must look like.
 
-Five functions of vLLM are replaced (`REPLACED`): four by one that asks "is this a drafter of ours?" and otherwise calls the
-original, and one only where a drafter of ours runs and the original is broken. The classes we subclass are vLLM's own; the
-methods whose behaviour we rely on stand in `RELIED_ON`. All of them are checked by name and parameters, from vLLM's source and
-without importing it, when a drafter of ours is configured: an unknown vLLM is one sentence then, and never a wrong draft.
+Six functions of vLLM are replaced (`REPLACED`): four by one that asks "is this a drafter of ours?" and otherwise calls the
+original, and two only where a drafter of ours runs on a CPU and the original is broken. The classes we subclass are vLLM's own;
+the methods whose behaviour we rely on stand in `RELIED_ON`. All of them are checked by name and parameters, from vLLM's source
+and without importing it, when a drafter of ours is configured: an unknown vLLM is one sentence then, and never a wrong draft.
 Nothing is imported before vLLM itself imports it.
 """
 
@@ -55,10 +55,11 @@ REPLACED = (
     _symbol("v1.spec_decode.dflash", "DFlashProposer.__init__", "self vllm_config device runner"),
     _symbol("v1.worker.gpu.spec_decode", "init_speculator", "vllm_config device req_states"),
     _symbol("v1.sample.rejection_sampler", "expand_batch_to_tokens", "x cu_num_tokens num_tokens replace_from replace_to"),
+    _symbol("v1.worker.gpu_model_runner", "GPUModelRunner._sample", "self logits spec_decode_metadata"),
 )
 """What is replaced: the first two where the command line and the configuration are read, the next two where the V1 and the
 V2 model runner build their drafter (of `DFlashProposer` it is `__new__`, which it does not define, that is added), and the last
-by our V1 proposer, on a CPU where vLLM's own gives wrong numbers (v1.py)."""
+two by our V1 proposer, on a CPU, where vLLM's own gives wrong numbers or dies (v1.py)."""
 
 _PROPOSE_V1 = (
     "self num_speculative_tokens target_token_ids target_positions target_hidden_states next_token_ids token_indices_to_sample "

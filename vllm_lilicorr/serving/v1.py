@@ -52,6 +52,39 @@ def repair_cpu_sampling() -> None:
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
+class _Undrawn(torch.Generator):
+    """A request's seeded generator at the state it has: what a step draws from this copy, the request has not drawn."""
+
+    def __new__(cls, own: torch.Generator) -> _Undrawn:
+        copy = super().__new__(cls)
+        copy.set_state(own.get_state())
+        return copy
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Do nothing: vLLM turns back the draw it has dropped, and there is none."""
+
+
+def repair_cpu_seeds(runner: Any) -> None:
+    """Let a seeded request's prompt be prefilled in several steps on a CPU.
+
+    Every step but the last samples a token that is dropped. vLLM then turns the request's generator back by an offset that only
+    a GPU's has: on a CPU that raises and takes the engine down, with drafts or without. Here those steps draw from a copy.
+    """
+    sample = runner._sample
+
+    def _sample(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        for row in batch.generators:
+            own = runner.requests[batch.req_ids[row]].generator
+            batch.generators[row] = _Undrawn(own) if runner.discard_request_mask.np[row] else own
+        return sample(*args, **kwargs)
+
+    runner._sample = _sample
+
+
 class DraftProposer(DFlashProposer):
     """Drafts by the served model's head; `take_last_draft_probs` is the distribution its sampled drafts came from."""
 
@@ -78,6 +111,8 @@ class DraftProposer(DFlashProposer):
         super().load_model(target_model)
         if self.device.type == "cpu":
             repair_cpu_sampling()
+            if self.runner is not None:
+                repair_cpu_seeds(self.runner)
         model = self._served()
         model.model.embed_tokens = without_adapter(model.model.embed_tokens)  # the V2 runner hands out the layer itself
         model.check_vocabulary(target_model)
