@@ -74,6 +74,23 @@ def test_the_card_tells_how_the_drafter_was_made_and_what_it_reaches(made, tmp_p
     assert "hash: f00d" in text and "asks for 3 of the 4 tokens" in text
 
 
+def test_a_run_that_went_on_from_anothers_weights_is_told_with_it(made, tmp_path):
+    more = write_run(tmp_path / "more", tmp_path / "corpus", 10, loss=0.1, dflash=0.1)
+    config = more / "config.yaml"
+    config.write_text(config.read_text().replace("run:\n", f"run:\n  warm_start: {tmp_path / 'lilicorr/export'}\n"))
+    assert bench([*made, "--run", str(more)]) == 0
+    text = (tmp_path / "smollm2-135m/README.md").read_text()
+    assert "30 steps in 0.05 hours, evaluation included, as `lilicorr` and then `more` of that command" in text
+    curve = text.partition("Learning curve of `more`")[2].partition("Learning curve of `dflash`")[0]
+    # Step 30 is the second run's tenth; the row's mean is over its steps 7 to 10.
+    assert cells(curve, "27-30")[:3] == ["27-30", "0.05", "0.850"]
+    assert cells(text, "more | 10") == ["more", "10", "1.250"] and cells(text, "more | 25") == ["more", "25", "1.250"]
+
+    shutil.rmtree(tmp_path / "lilicorr")  # of a checkpoint from elsewhere nothing is known
+    assert bench([*made, "--run", str(more)]) == 0
+    assert "10 steps in 0.02 hours, evaluation included, as `more` of" in (tmp_path / "smollm2-135m/README.md").read_text()
+
+
 def test_a_tolerated_step_is_left_out_of_its_rows_mean():
     records = [{"step": step, "seconds": 1.0, "loss": step * 1.0, "dflash": None} for step in range(1, 17)]
     records[0]["loss"] = None

@@ -108,3 +108,24 @@ def test_every_ablation_differs_from_the_recipe_and_is_measured_beside_it(recipe
     assert measured[0] == "recipe=runs/comparison/lilicorr/export"
     names = [Path(config.run.output).name for config in configs]
     assert sorted(measured[1:]) == sorted(f"{n}=runs/ablations/{n}/export" for n in names)
+
+
+def test_the_drafters_second_pass_begins_with_the_firsts_weights(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMPTS", "prompts")
+    monkeypatch.setenv("RUNS", "runs/drafter")
+    monkeypatch.setenv("ASSETS", "drafter")
+    _, once, _ = recipe("smollm2-135m.sh")
+    shutil.rmtree(tmp_path / "runs/drafter")
+    monkeypatch.setenv("MORE", "7")
+    status, trained, then = recipe("smollm2-135m.sh")
+    assert status == 0
+    configs = [TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", overrides(words)) for _, words in trained]
+    first, second = configs[:2], configs[2:]
+    assert {config.hash() for config in first} == {
+        TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", overrides(words)).hash() for _, words in once
+    }
+    assert {(c.run.max_steps, c.run.seed, c.run.warm_start) for c in first} == {(5, 0, None)}
+    assert {(c.run.max_steps, c.run.seed) for c in second} == {(7, 1)}
+    assert {c.draft.head: c.run.warm_start for c in second} == {c.draft.head: f"{c.run.output}/export" for c in first}
+    card = then[-1]
+    assert card[card.index("--run") + 1] == "runs/drafter/lilicorr-more" and "MORE=7" in card[-1]

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes the drafter in vllm_lilicorr/assets/smollm2-135m: corpus, states, both arms, acceptance on held-out rows.
 #
-#   PROMPTS=DIR [STEPS=n] [MAX_TOKENS=n] [ROWS=n] trainer/recipes/smollm2-135m.sh
+#   PROMPTS=DIR [STEPS=n] [MORE=n] [MAX_TOKENS=n] [ROWS=n] trainer/recipes/smollm2-135m.sh
 #
 # PROMPTS holds aime25, arena-hard-v2, gsm8k, humaneval, livecodebench and mt-bench as NAME.jsonl; the last 20 rows of each are
-# held out. Started again after an interruption, it continues: every step keeps what it has finished. Two cores, one arm on each.
+# held out. MORE: after STEPS, both arms train as many steps more, with a new schedule and other anchors. Started again after an
+# interruption, it continues: every step keeps what it has finished. Two cores, one arm on each.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${PROMPTS:?names the folder of benchmark prompts}"
@@ -32,12 +33,22 @@ other=$!
 trap 'kill $other 2>/dev/null || true' EXIT
 taskset -c 1 $PYTHON trainer/cache.py --dtype $DTYPE --shard 1/2 "${config[@]}"
 wait $other
-taskset -c 0 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/lilicorr" &
+train=($PYTHON trainer/main.py "${config[@]}")
+LILICORR=$RUNS/lilicorr DFLASH=$RUNS/dflash
+taskset -c 0 "${train[@]}" run.output="$LILICORR" &
 other=$!
-taskset -c 1 $PYTHON trainer/main.py "${config[@]}" run.output="$RUNS/dflash" draft.head=dflash
+taskset -c 1 "${train[@]}" draft.head=dflash run.output="$DFLASH"
 wait $other
+if [ -n "${MORE:-}" ]; then
+    train+=(run.max_steps="$MORE" run.seed=1 evaluation.every=2000)
+    taskset -c 0 "${train[@]}" run.warm_start="$LILICORR/export" run.output="$LILICORR-more" &
+    other=$!
+    taskset -c 1 "${train[@]}" draft.head=dflash run.warm_start="$DFLASH/export" run.output="$DFLASH-more"
+    wait $other
+    LILICORR+=-more DFLASH+=-more
+fi
 trap - EXIT
-$PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$RUNS/lilicorr/export" dflash="$RUNS/dflash/export" \
+$PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$LILICORR/export" dflash="$DFLASH/export" \
     --prompts-dir "$DATA/prompts/heldout" \
     --max-tokens "${MAX_TOKENS:-256}" --temperature 0 --processes 2 --output "$RUNS/acceptance"
 
@@ -46,11 +57,11 @@ $PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$RU
 unset OMP_NUM_THREADS
 $PYTHON trainer/held_out_prompts.py "${config[@]}" --prompts "$DATA/prompts/train.jsonl" --out "$DATA/prompts/development/development.jsonl"
 systems=()
-for n in 2 3 5; do systems+=("n$n=$RUNS/lilicorr/export,num_speculative_tokens=$n"); done
+for n in 2 3 5; do systems+=("n$n=$LILICORR/export,num_speculative_tokens=$n"); done
 $PYTHON -m vllm_lilicorr.bench serve --target $TARGET --prompts-dir "$DATA/prompts/development" --num-prompts 8 --max-tokens 64 \
     --systems "${systems[@]}" --concurrency 1 --repeats 2 --dtype float32 \
     --max-model-len 2048 --together --output "$RUNS/lengths"
 ASSETS=${ASSETS:-vllm_lilicorr/assets/smollm2-135m}
-rm -rf "$ASSETS" && cp -r "$RUNS/lilicorr/export" "$ASSETS"
-$PYTHON -m vllm_lilicorr.bench card "$ASSETS" --run "$RUNS/lilicorr" --beside "$RUNS/dflash" --results "$RUNS/acceptance" \
-    --lengths "$RUNS/lengths" --made-by "PROMPTS=DIR${STEPS:+ STEPS=$STEPS} trainer/recipes/smollm2-135m.sh"
+rm -rf "$ASSETS" && cp -r "$LILICORR/export" "$ASSETS"
+$PYTHON -m vllm_lilicorr.bench card "$ASSETS" --run "$LILICORR" --beside "$DFLASH" --results "$RUNS/acceptance" \
+    --lengths "$RUNS/lengths" --made-by "PROMPTS=DIR${STEPS:+ STEPS=$STEPS}${MORE:+ MORE=$MORE} trainer/recipes/smollm2-135m.sh"

@@ -134,18 +134,17 @@ def fastest(results: Results, folder: Path) -> tuple[int, str]:
 def training(run: Path, beside: Sequence[Path], command: str) -> str:
     """Return the section on how the drafter was made: command, data, hours, settings, learning curves."""
     text = _text(run / "config.yaml")
-    records = read_metrics(run)
-    steps = [record for record in records if "loss" in record]
+    histories = [(folder.name, history(folder)) for folder in (run, *beside)]
+    records = histories[0][1]
+    names = " and then ".join(f"`{folder.name}`" for folder in passes(run))
     lines = [
         "## Training",
         f"```\n{command}\n```",
-        f"{steps[-1]['step']:,} steps in {hours(records):.2f} hours, evaluation included, as `{run.name}` of that command. {_data(run)}",
+        f"{records[-1]['step']:,} steps in {hours(records):.2f} hours, evaluation included, as {names} of that command. {_data(run)}",
     ]
-    for folder in (run, *beside):
-        lines += [f"Learning curve of `{folder.name}`, each row the mean over its steps:", curve(read_metrics(folder))]
-    evaluations = [
-        (folder.name, record) for folder in (run, *beside) for record in read_metrics(folder) if "evaluation_seconds" in record
-    ]
+    for name, told in histories:
+        lines += [f"Learning curve of `{name}`, each row the mean over its steps:", curve(told)]
+    evaluations = [(name, record) for name, told in histories for record in told if "evaluation_seconds" in record]
     if evaluations:
         rules = list(dict.fromkeys(key for _, record in evaluations for key in record if key.startswith("tau_")))
         rows = [[name, f"{record['step']:,}", *(number(record.get(rule), 3) for rule in rules)] for name, record in evaluations]
@@ -165,6 +164,23 @@ def _data(run: Path) -> str:
     rows, answers = (sum(entry[key] for entry in corpus.reports) for key in ("rows", "answer_tokens"))
     sampling = f"temperature {corpus.sampling['temperature']:g}, at most {corpus.sampling['max_tokens']} tokens a turn"
     return f"Data: {rows:,} prompts answered by the target itself ({sampling}), {answers:,} answer tokens."
+
+
+def passes(run: Path) -> list[Path]:
+    """Return the runs that made a drafter, the first first: `run` began with the weights that the one before it exported, and so on.
+    A checkpoint from elsewhere ends the row."""
+    begun = read_yaml(run / "config.yaml", "configs/smollm2-135m.yaml").get("run", {}).get("warm_start")
+    before = Path(begun).parent if begun else None
+    return [*(passes(before) if before and (before / "metrics.jsonl").exists() else []), run]
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run and of those before it (`passes`), steps counted through."""
+    told: list[dict[str, Any]] = []
+    for folder in passes(run):
+        done = told[-1]["step"] if told else 0
+        told += [record | {"step": done + record["step"]} for record in read_metrics(folder)]
+    return told
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
