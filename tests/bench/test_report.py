@@ -281,6 +281,22 @@ def test_a_plot_of_many_drafters_has_a_line_each(compared, monkeypatch):
     assert drawn == [[(name, rules[0]) for name, (_, rules) in METHODS.items()]]
 
 
+def test_the_names_of_the_longest_bars_end_inside_the_plot(results):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    found = results()
+    for benchmark in ("gsm8k", "mt-bench"):
+        served(found, f"g/{benchmark}/1", "none", 100)
+        served(found, f"g/{benchmark}/1", "lilicorr", 95, tau=1.1)
+        served(found, f"g/{benchmark}/1", "lilicorr+conv, normalised", 140, tau=2.0)
+    figure = _plots._speed_up(report.grids(found)["g"], 0.01)
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    ends = [text.get_window_extent().x1 for text in axes.texts]
+    edge = axes.get_window_extent().x1
+    pyplot.close(figure)
+    assert len(ends) == 4 and max(ends) <= edge
+
+
 def test_rounds_of_different_seeds_are_not_compared(results):
     found = results()
     for system, seed, speed in (("none", 7, 100.0), ("lilicorr", 42, 300.0)):

@@ -127,11 +127,13 @@ def _positions(lines: dict[tuple[str, str], list[float]]) -> Any:
 
 
 def _speed_up(runs: report.Runs, band: float) -> Any:
+    from matplotlib.patheffects import withStroke
+
     systems = report.systems_of(runs)
     height = 0.26
     rows = [(benchmark, cell) for (_, benchmark, _), cell in runs.items()]
     figure, axes = _axes(7.2, 1.0 + 0.28 * len(rows) * (len(systems) + 0.8))
-    ticks = []
+    ticks, right = [], 1 + band
     for row, (_, cell) in enumerate(rows):
         top = -row * (len(systems) + 0.9) * height
         ticks.append(top - (len(systems) - 1) * height / 2)
@@ -141,9 +143,11 @@ def _speed_up(runs: report.Runs, band: float) -> Any:
                 continue
             y = top - place * height
             axes.barh(y, ratio, 0.88 * height, color=COLOURS[place % len(COLOURS)])
+            label = f"{ratio:.2f}x  {system}"
+            right = max(right, ratio / max(0.3, 1 - 0.013 * (len(label) + 1)))  # a letter takes about that much of the axis
             axes.annotate(
-                f"{ratio:.2f}x  {system}", (ratio, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color="#222222",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+                label, (ratio, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color="#222222",
+                path_effects=[withStroke(linewidth=2, foreground="white")],
             )  # fmt: skip
     axes.axvspan(1 - band, 1 + band, color="#BBBBBB", alpha=0.5, linewidth=0, zorder=0)
     axes.axvline(1.0, color="#333333", linewidth=0.9)
@@ -151,7 +155,7 @@ def _speed_up(runs: report.Runs, band: float) -> Any:
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
     axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-    axes.set_xlim(0, 1.18 * axes.get_xlim()[1])
+    axes.set_xlim(0, right)
     ((temperature, _, concurrency), *_) = runs
     axes.set_title(
         f"Throughput relative to no speculation (T = {temperature[1:]}, concurrency {concurrency}; grey: the noise floor)",
