@@ -128,4 +128,4 @@ def test_the_drafters_second_pass_begins_with_the_firsts_weights(recipe, tmp_pat
     assert {(c.run.max_steps, c.run.seed) for c in second} == {(7, 1)}
     assert {c.draft.head: c.run.warm_start for c in second} == {c.draft.head: f"{c.run.output}/export" for c in first}
     card = then[-1]
-    assert card[card.index("--run") + 1] == "runs/drafter/lilicorr-more" and "MORE=7" in card[-1]
+    assert card[card.index("--run") + 1] == "runs/drafter/lilicorr-more" and "MORE=7" in card[card.index("--made-by") :]
