@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -26,6 +26,7 @@ from vllm_lilicorr.chat import ROLES, render
 from vllm_lilicorr.errors import UserError, run_command
 from vllm_lilicorr.target import load_tokenizer
 from vllm_lilicorr.trainer.corpus import Conversation, Origin, shard_name, write_meta, write_shard
+from vllm_lilicorr.trainer.engines import Generator, make_engine
 from vllm_lilicorr.trainer.sharding import parse_shard
 
 DATASET = "nvidia/Nemotron-Post-Training-Dataset-v2"
@@ -217,58 +218,6 @@ class Journal:
                 yield Conversation((row, number), np.array(part["ids"], np.int32), spans, tuple(part["finish"]))
 
 
-# The engine.
-
-
-class Generator(Protocol):
-    """Continuous batching: `submit` any time, `finished` yields what has come to its end since."""
-
-    max_length: int
-
-    def submit(self, key: str, prompt: list[int], max_tokens: int) -> None: ...
-
-    def finished(self) -> list[tuple[str, list[int], str]]: ...
-
-
-class OfflineEngine:
-    """vLLM's offline engine, driven step by step."""
-
-    def __init__(self, target: str, args: argparse.Namespace) -> None:
-        from vllm import LLM
-
-        options: dict[str, Any] = {"max_model_len": args.max_model_len, "gpu_memory_utilization": args.gpu_memory_utilization}
-        llm = LLM(
-            model=target,
-            tensor_parallel_size=args.tensor_parallel_size,
-            dtype=args.dtype,
-            max_num_seqs=args.max_num_seqs,
-            enforce_eager=args.enforce_eager,
-            generation_config="auto",
-            seed=0,
-            **{key: value for key, value in options.items() if value is not None},
-        )
-        self._llm = llm
-        self._engine = llm.llm_engine
-        self.max_length = int(self._engine.vllm_config.model_config.max_model_len)
-
-    def submit(self, key: str, prompt: list[int], max_tokens: int) -> None:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        self._engine.add_request(key, TokensPrompt(prompt_token_ids=prompt), params)
-
-    def finished(self) -> list[tuple[str, list[int], str]]:
-        outputs = self._engine.step()
-        return [
-            (output.request_id, list(output.outputs[0].token_ids), output.outputs[0].finish_reason or "stop")
-            for output in outputs
-            if output.finished
-        ]
-
-
 # The run.
 
 
@@ -342,13 +291,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="only the source's first N rows")
     parser.add_argument("--max-tokens", type=int, default=4096, help="longest answer")
     parser.add_argument("--max-model-len", type=int, help="longest conversation (default: the target's)")
-    parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences the engine decodes together")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences an engine decodes together")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share a copy of the target")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="copies of the target, an engine process for each")
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--enforce-eager", action="store_true", help="start the engine without compiling the target")
     parser.add_argument("--dtype", default="auto", help="what the target computes in, as vLLM names it")
     args = parser.parse_args(argv)
-    for name in ("limit", "max_tokens", "max_model_len", "max_num_seqs", "tensor_parallel_size"):
+    for name in ("limit", "max_tokens", "max_model_len", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {value}")
@@ -372,11 +322,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{journal_path}: {len(journal.records)} rows are done, continuing")
     tokenizer = load_tokenizer(args.target)
     render(tokenizer, [{"role": "user", "content": "Hi"}])  # a template that refuses this refuses every row: say so now
-    generator = OfflineEngine(args.target, args)
     mine = ((number, row) for number, row in read_source(args.prompts, splits, args.limit) if number % count == index)
     total = _count(args.prompts, splits, args.limit, index, count)
-    regenerate(mine, journal, generator, tokenizer, args.max_tokens, 2 * args.max_num_seqs, total)
-    journal.close()
+    generator = make_engine(args.target, args)
+    try:
+        in_flight = 2 * args.max_num_seqs * args.data_parallel_size
+        regenerate(mine, journal, generator, tokenizer, args.max_tokens, in_flight, total)
+    finally:
+        generator.close()
+        journal.close()
     report = write_shard(args.out, index, count, list(journal.conversations()), journal.reasons())
     journal_path.unlink()
     unusable = ", ".join(f"{number} {reason}" for reason, number in report["unusable"].items()) or "none"

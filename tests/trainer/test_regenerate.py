@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import argparse
+import asyncio
 import hashlib
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tqdm import tqdm
@@ -18,7 +24,7 @@ from tqdm import tqdm
 from vllm_lilicorr.chat import render
 from vllm_lilicorr.errors import UserError
 from vllm_lilicorr.target import load_tokenizer
-from vllm_lilicorr.trainer import regenerate
+from vllm_lilicorr.trainer import engines, regenerate
 from vllm_lilicorr.trainer.corpus import Corpus
 from vllm_lilicorr.trainer.regenerate import Journal, Unusable, parse_row
 
@@ -50,6 +56,9 @@ class FakeEngine:
         done, self.waiting = self.waiting[-2:], self.waiting[:-2]
         return [(key, answer(prompt)[:limit], "stop") for key, prompt, limit in done]
 
+    def close(self):
+        pass
+
 
 def answer(prompt):
     digest = hashlib.sha256(np.array(prompt).tobytes()).digest()
@@ -64,7 +73,7 @@ def source(tmp_path):
 
 
 def run(monkeypatch, target, source, out, *arguments):
-    monkeypatch.setattr(regenerate, "OfflineEngine", FakeEngine)
+    monkeypatch.setattr(regenerate, "make_engine", FakeEngine)
     assert regenerate.main(["--target", str(target), "--prompts", str(source), "--out", str(out), *arguments]) == 0
     return out
 
@@ -129,7 +138,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import test_regenerate as t
 from vllm_lilicorr.trainer import regenerate
-regenerate.OfflineEngine = lambda *a: t.FakeEngine(delay=0.05)
+regenerate.make_engine = lambda *a: t.FakeEngine(delay=0.05)
 regenerate.main(sys.argv[1:])
 """
 
@@ -224,35 +233,194 @@ def test_a_dataset_is_read_split_by_split_and_its_size_known_beforehand(monkeypa
         run(monkeypatch, tiny_target, "some/set", tmp_path / "none", "--splits", "math")
 
 
+class StandIn:
+    """vLLM's asynchronous engine as far as it is used: answers by a hash of the prompt, and fails as it is told."""
+
+    def __init__(self, arguments):
+        self.arguments, self.model_config = arguments, SimpleNamespace(max_model_len=512)
+        self.errored, self.dead_error, self.shut = False, RuntimeError("an engine is dead"), False
+
+    async def generate(self, prompt, sampling, key):
+        ids = answer(prompt["prompt_token_ids"])[: sampling.max_tokens]
+        if key in ("dies", "silent"):
+            self.errored = True
+        if key == "dies":
+            await asyncio.sleep(0.1)
+            raise self.dead_error
+        if key == "silent":
+            await asyncio.sleep(60)
+        reason = "abort" if key == "broken off" else "stop"
+        yield SimpleNamespace(finished=False)
+        yield SimpleNamespace(finished=True, request_id=key, outputs=[SimpleNamespace(token_ids=ids, finish_reason=reason)])
+
+    def shutdown(self):
+        self.shut = True
+
+
+@pytest.fixture
+def parallel(monkeypatch):
+    """Return a DataParallelEngine on the stand-in, with the options of a command line."""
+    sampling = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    modules = {
+        "vllm": SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options), TokensPrompt=dict),
+        "vllm.sampling_params": sampling,
+        "vllm.engine.arg_utils": SimpleNamespace(AsyncEngineArgs=lambda **options: options),
+        "vllm.v1.engine.async_llm": SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=StandIn)),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(engines.DataParallelEngine, "PATIENCE", 0.2)
+    options = {"data_parallel_size": 2, "tensor_parallel_size": 1, "max_num_seqs": 2, "dtype": "float32"}
+    args = argparse.Namespace(**options, enforce_eager=True, max_model_len=None, gpu_memory_utilization=None)
+    engine = engines.make_engine("target", args)
+    assert engine._engine.arguments.items() >= (options | {"model": "target", "seed": 0}).items()
+    yield engine
+    engine.close()
+
+
+def collect(engine, keys):
+    for key in keys:
+        engine.submit(key, [len(key)], 100)
+    ended = []
+    while len(ended) < len(keys):
+        ended += engine.finished()
+    return ended
+
+
+def test_answers_of_data_parallel_engines_arrive_as_they_end(parallel):
+    assert parallel.max_length == 512
+    assert sorted(collect(parallel, ["a", "bb"])) == [("a", answer([1]), "stop"), ("bb", answer([2]), "stop")]
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [("dies", "an engine is dead"), ("silent", "an engine is dead"), ("broken off", "it broke off an answer: abort")],
+)
+def test_what_ended_before_an_engine_died_is_kept_and_its_death_is_one_sentence(parallel, last, reason):
+    for key in ("a", "bb", last):
+        parallel.submit(key, [len(key)], 100)
+    ended = []
+    with pytest.raises(UserError, match=rf"vLLM stopped answering \({reason}\), .* the same command continues"):
+        while True:
+            ended += parallel.finished()
+    assert sorted(key for key, _, _ in ended) == ["a", "bb"]
+
+
+def test_an_answer_that_ended_beside_a_failure_is_returned_before_it_is_raised(parallel):
+    for ended in (("a", [1], "stop"), RuntimeError("the first"), ("b", [2], "stop"), RuntimeError("the second")):
+        parallel._ended.put(ended)
+    assert parallel.finished() == [("a", [1], "stop"), ("b", [2], "stop")]
+    for _ in range(2):
+        with pytest.raises(UserError, match="the first"):
+            parallel.finished()
+
+
+def test_an_engine_that_dies_ends_the_command_with_its_finished_rows_kept(monkeypatch, tiny_target, source, tmp_path):
+    class Mortal(FakeEngine):
+        closed = False
+
+        def finished(self):
+            if len(self.waiting) < 3:
+                raise UserError("vLLM stopped answering")
+            return super().finished()
+
+        def close(self):
+            Mortal.closed = True
+
+    monkeypatch.setattr(regenerate, "make_engine", Mortal)
+    arguments = ["--target", str(tiny_target), "--prompts", str(source), "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="stopped answering"):
+        regenerate.main(arguments)
+    assert Mortal.closed
+    made = Journal(tmp_path / "out/shard-00000-of-00001.journal.jsonl").records
+    assert sum("parts" in record for record in made.values()) > 5
+    whole = run(monkeypatch, tiny_target, source, tmp_path / "straight")
+    assert rows(Corpus(run(monkeypatch, tiny_target, source, tmp_path / "out"))) == rows(Corpus(whole))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="handles on processes are Linux's")
+def test_the_processes_below_a_killed_command_are_killed_too(tmp_path):
+    """What vLLM's engines do not do by themselves."""
+    script = (
+        "import subprocess, sys, time\nfrom vllm_lilicorr.trainer.engines import Guard\n"
+        "below = [subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']) for _ in range(2)]\n"
+        "guard = Guard()\nprint(*(process.pid for process in below), flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        below = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        guards = [process for process in psutil.Process(parent.pid).children() if process not in below]
+        parent.kill()
+    assert len(below) == 2 and len(guards) == 1
+    assert psutil.wait_procs(below + guards, timeout=20)[1] == []
+
+
 @pytest.mark.slow
 def test_vllm_writes_what_greedy_decoding_in_transformers_writes(tiny_target, source, tmp_path):
     """The real engine in fp32, two turns a conversation; where it first differs, the target's top two are a near-tie."""
-    pytest.importorskip("vllm")
-    import os
-
-    command = [sys.executable, str(ROOT / "trainer/regenerate.py"), "--target", str(tiny_target), "--prompts", str(source)]
-    command += [
-        "--out",
-        str(tmp_path / "out"),
-        "--max-tokens",
-        "16",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-num-seqs",
-        "8",
-    ]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    out = tmp_path / "out"
+    assert start(tiny_target, source, out, "--max-tokens", "16", "--max-num-seqs", "8").wait(600) == 0, errors(out)
     from vllm_lilicorr.target import load_target
 
-    target, corpus = load_target(tiny_target), Corpus(tmp_path / "out")
+    target, corpus = load_target(tiny_target), Corpus(out)
     assert len({corpus[i].key[0] for i in range(len(corpus))}) == 15
     for i in range(len(corpus)):
         ids = torch.from_numpy(corpus[i].ids.astype(np.int64))[None]
         logits = target.logits(target.forward(ids, torch.arange(ids.shape[1])[None]).final)[0]
-        for start, end in corpus[i].spans:
-            assert 0 < end - start <= 16
-            gap = logits[start - 1 : end - 1].amax(-1) - logits[start - 1 : end - 1].gather(1, ids[0, start:end, None])[:, 0]
+        for start_, end in corpus[i].spans:
+            assert 0 < end - start_ <= 16
+            gap = logits[start_ - 1 : end - 1].amax(-1) - logits[start_ - 1 : end - 1].gather(1, ids[0, start_:end, None])[:, 0]
             assert gap.max() < 1e-3, "every token is the target's most probable one"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_data_parallel_engines_write_what_one_engine_writes_whatever_interrupts_them(tiny_target, tmp_path):
+    """An engine killed, Ctrl-C, the command killed: each time no process stays, and the next start goes on from there."""
+    source = tmp_path / "source.jsonl"
+    source.write_text("".join(json.dumps({"turns": [f"question {i}", "and then?"]}) + "\n" for i in range(120)))
+    arguments = ("--max-tokens", "120", "--max-num-seqs", "2")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert start(tiny_target, source, one, *arguments).wait(600) == 0, errors(one)
+
+    def interrupted(lines: int, how: Callable[[psutil.Process, list[psutil.Process]], object]) -> int:
+        """Return the status of the command, stopped once its journal has this many lines; every process of it is gone."""
+        process = start(tiny_target, source, two, *arguments, "--data-parallel-size", "2")
+        journal = two / "shard-00000-of-00001.journal.jsonl"
+        while not (journal.exists() and journal.read_bytes().count(b"\n") >= lines):
+            assert process.poll() is None, errors(two)
+            time.sleep(0.01)
+        parent = psutil.Process(process.pid)
+        below = parent.children(recursive=True)
+        how(parent, below)
+        status = process.wait(120)
+        assert psutil.wait_procs(below, timeout=30)[1] == []
+        made = [json.loads(line)["row"] for line in journal.read_bytes().split(b"\n")[:-1]]
+        assert lines <= len(made) == len(set(made)) < 120, "no row was made twice"
+        return status
+
+    def engines(processes: list[psutil.Process]) -> list[psutil.Process]:
+        return [process for process in processes if "EngineCore" in " ".join(process.cmdline())]
+
+    assert interrupted(5, lambda parent, below: engines(below)[1].kill()) == 1
+    assert re.search(r"^error: vLLM stopped answering \(.+\), its own messages stand above; the rows", errors(two), re.MULTILINE)
+    assert interrupted(30, lambda parent, below: os.killpg(parent.pid, signal.SIGINT)) == 130
+    assert interrupted(55, lambda parent, below: engines(below)[0].terminate()) == 1, "no answer that was broken off is kept"
+    assert interrupted(80, lambda parent, below: parent.kill()) == -signal.SIGKILL
+    assert start(tiny_target, source, two, *arguments, "--data-parallel-size", "2").wait(600) == 0, errors(two)
+    assert rows(Corpus(two)) == rows(Corpus(one))
+    corpus = Corpus(two)
+    assert {reason for i in range(len(corpus)) for reason in corpus[i].finish_reasons} <= {"stop", "length"}
+
+
+def start(target, source, out, *arguments):
+    """Return the command with the real engine in fp32 on the CPU, started; what it says goes beside `out`."""
+    pytest.importorskip("vllm")
+    command = [sys.executable, str(ROOT / "trainer/regenerate.py"), "--target", str(target), "--prompts", str(source)]
+    command += ["--out", str(out), "--dtype", "float32", "--enforce-eager", *arguments]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|0"}
+    with Path(f"{out}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+
+def errors(out):
+    return Path(f"{out}.log").read_text()[-4000:]
