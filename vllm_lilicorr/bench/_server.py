@@ -158,8 +158,14 @@ class Server:
 
 
 def last_error(log: str) -> str:
-    """Return the last line of a server's log that names an error, else its last line; one that points to another is the last resort."""
+    """Return the last line of a server's log that names an error, else its last line; one that points to another is the last resort.
+
+    The sentence with which the plugin (`error: ...`) or vLLM (`Value error, ...`) refuses a configuration comes before all others.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
+    refusals = (re.match(r"(?:\(\w+ pid=\d+\)\s*)?(?:error: |Value error, )(.+?)(?: \[type=\w+, .*)?$", line) for line in lines)
+    if refused := [found[1] for found in refusals if found]:
+        return refused[-1][-400:]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b:? ", line) and "raise " not in line]
     errors = [line for line in errors if "See root cause above" not in line] or errors
     return (errors or lines or ["it said nothing"])[-1][-400:]
