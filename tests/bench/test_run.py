@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lilicorr.bench import _datasets, acceptance, cost, run, serve
+from vllm_lilicorr.bench import _datasets, _paper, acceptance, cost, run, serve
 from vllm_lilicorr.bench.__main__ import main as bench
 from vllm_lilicorr.bench._results import Results
 from vllm_lilicorr.errors import UserError
@@ -102,7 +102,7 @@ def test_the_report_is_written_of_what_there_is_when_a_section_fails(tmp_path, m
     assert "| GSM8K | 1.50 (1.50-1.50) |" in (tmp_path / "out/report.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["cpu", "paper", "comparison"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_the_configurations_that_come_with_the_project_are_sound(name):
     _, sections = run.read(CONFIGS / f"{name}.yaml")
     assert {section for section, _ in sections} == {"acceptance", "serve", "cost"}
@@ -115,3 +115,33 @@ def test_the_configurations_that_come_with_the_project_are_sound(name):
         if section == "cost":
             assert arguments.control in grids[arguments.grid]
     assert len(grids) == sum(section == "serve" for section, _ in sections), "every grid has a name of its own"
+
+
+@pytest.mark.parametrize("name", ["paper", "paper-4b"])
+def test_the_papers_configuration_has_its_whole_grid(name):
+    _, sections = run.read(CONFIGS / f"{name}.yaml")
+    systems = {system.lower() for system in _paper.SYSTEMS}
+    arms = systems | {_paper.CONVOLVED.lower().replace(" ", "")}
+    greedy, sampled = (arguments for section, arguments in sections if section == "acceptance")
+    assert set(acceptance.named(greedy.draft)) == set(acceptance.named(sampled.draft)) == arms
+    assert (greedy.temperature, sampled.temperature, sampled.seeds) == ([0.0], [1.0], [42, 43, 44])
+    assert sampled.proposals == ["sampled", "point"]
+    served = {arguments.name: arguments for section, arguments in sections if section == "serve"}
+    names = {grid: {serve.parse_system(text).name for text in found.systems} for grid, found in served.items()}
+    assert names["greedy"] >= arms | {"exact", "control"} and names["concurrency"] == systems
+    assert names["sampled"] == systems | {f"{system}-point" for system in ("lilicorr", "dflash2", "dspark")}
+    assert (served["sampled"].temperature, served["sampled"].seeds) == ([1.0], [42, 43, 44])
+    assert served["concurrency"].concurrency == [1, 2, 4, 8, 16, 32] and len(served["concurrency"].datasets) == 6
+    nine = [arguments for section, arguments in sections if section != "cost" and getattr(arguments, "name", "") != "concurrency"]
+    assert all(arguments.datasets is None and arguments.num_prompts is None for arguments in nine), "whole benchmarks, all nine"
+    assert set(_datasets.BENCHMARKS) == _paper.GREEDY_8B.keys() - {"average"}
+    (cost_,) = (arguments for section, arguments in sections if section == "cost")
+    assert (cost_.grid, cost_.exclude) == ("greedy", ["humaneval"])
+
+
+def test_the_papers_two_targets_are_measured_alike():
+    first, second = (run.read(CONFIGS / f"{name}.yaml")[1] for name in ("paper", "paper-4b"))
+    assert len(first) == len(second)
+    for (section, ours), (other, theirs) in zip(first, second):
+        renamed = repr(vars(ours)).replace("8b", "4b").replace("8B", "4B").replace("bench/paper", "bench/paper-4b")
+        assert (section, renamed) == (other, repr(vars(theirs)))
