@@ -278,6 +278,15 @@ def parallel(monkeypatch):
     engine.close()
 
 
+def test_an_engine_that_cannot_start_is_one_sentence(monkeypatch):
+    def refuse(target, args):
+        raise ValueError("World size (8) is larger\nthan the number of devices (1)")
+
+    monkeypatch.setattr(engines, "OfflineEngine", refuse)
+    with pytest.raises(UserError, match=r"cannot start an engine for T \(World size \(8\) is larger than the number of devices"):
+        engines.make_engine("T", argparse.Namespace(data_parallel_size=1))
+
+
 def collect(engine, keys):
     for key in keys:
         engine.submit(key, [len(key)], 100)
