@@ -110,6 +110,20 @@ def test_a_signal_finishes_the_step_saves_and_ends_cleanly(make, number):
     assert make("run.max_steps=6", "run.save_every=100").step == 3
 
 
+def test_a_loss_that_is_not_the_sum_of_its_logged_terms_stops_the_run(make):
+    trainer = make("run.max_steps=2")
+    forward = trainer.objective.forward
+
+    def more(batch, step=0):
+        loss, sums = forward(batch, step)
+        return loss + (0.01 if step == 1 else 0.0), sums
+
+    trainer.objective.forward = more
+    with pytest.raises(RuntimeError, match=r"the loss \S+ is not the sum of its terms"):
+        run(trainer)
+    assert trainer.step == 1
+
+
 def poisoned(trainer, at: int, what: str) -> None:
     """Make a term, or only the gradient, of step `at` not finite."""
     forward = trainer.objective.forward
