@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import queue
 import subprocess
 import sys
@@ -190,7 +191,7 @@ class Guard:
 import contextlib, os, signal, sys
 handles = []
 for pid in sys.argv[1:]:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):  # it has ended, or the kernel has no such handles
         handles.append(os.pidfd_open(int(pid)))
 print(flush=True)
 sys.stdin.read()
@@ -202,9 +203,12 @@ for handle in handles:
     def __init__(self) -> None:
         import psutil
 
-        below = psutil.Process().children(recursive=True)
-        # multiprocessing's tracker frees the shared memory that the others leave, and then ends by itself
-        pids = [str(process.pid) for process in below if "resource_tracker" not in " ".join(process.cmdline())]
+        pids = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                # multiprocessing's tracker frees the shared memory that the others leave, and then ends by itself
+                if "resource_tracker" not in " ".join(process.cmdline()):
+                    pids.append(str(process.pid))
         command = [sys.executable, "-I", "-c", self.SCRIPT, *pids]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdout is not None

@@ -353,11 +353,13 @@ def test_the_processes_below_a_killed_command_are_killed_too(tmp_path):
     script = (
         "import subprocess, sys, time\nfrom vllm_lilicorr.trainer.engines import Guard\n"
         "below = [subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']) for _ in range(2)]\n"
+        "ended = subprocess.Popen(['true'])\ntime.sleep(0.5)\n"
         "guard = Guard()\nprint(*(process.pid for process in below), flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         below = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-        guards = [process for process in psutil.Process(parent.pid).children() if process not in below]
+        running = [process for process in psutil.Process(parent.pid).children() if process.status() != psutil.STATUS_ZOMBIE]
+        guards = [process for process in running if process not in below]
         parent.kill()
     assert len(below) == 2 and len(guards) == 1
     assert psutil.wait_procs(below + guards, timeout=20)[1] == []
