@@ -210,6 +210,28 @@ def test_padding_leaves_a_withheld_row_of_the_verifiers_table_alone(withheld: li
 
 
 @pytest.mark.parametrize("name", LATTICES)
+@pytest.mark.parametrize("by_state", [False, True])
+def test_blocks_drafted_in_chunks_are_those_drafted_at_once(name: str, by_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, made = Served(name), []
+    torch.manual_seed(2)
+    rows = torch.randperm(8)[:BLOCKS] if by_state else None
+    options = {"rows": rows, "temperature": torch.rand(8), "seeds": torch.arange(8) * 7}
+    options["positions"] = torch.randint(99, (BLOCKS, SLOTS))
+    for chunk in (32, 2):
+        for module in ("model.fused", "serving.dflash2"):
+            monkeypatch.setattr(f"vllm_lilicorr.{module}._CHUNK", chunk)
+        table, out = torch.full((8, SLOTS, VOCAB), -torch.inf), torch.full((8, SLOTS), -7)
+        drafting = served.drafting()
+        found = drafting.propose(served.block, "sampled", draft_logits=table, tokens_out=out, **options)
+        made.append((found.ids.clone(), found.tokens.clone(), found.scores.clone(), found.probs.clone(), table, out))
+        held = drafting._heads[SLOTS]
+        if name == "dflash2":
+            assert len(held._anchors) == min(8, chunk) and len(held._vectors) == min(8, chunk) * SLOTS * held.topk
+    for one, two in zip(*made, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("name", LATTICES)
 def test_a_further_draft_length_shares_the_weights_of_the_first(name: str, layout: str) -> None:
     served = Served(name)
     drafting = served.drafting()

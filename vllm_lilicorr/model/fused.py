@@ -405,30 +405,12 @@ class FusedLiLiCorrHead:
                 embedding,
                 None if token_embeddings is None else token_embeddings[part],
             )
-            if rows is None and (table is not None or temperature is not None):
-                # State rows are counted from the batch's start, not from the chunk's.
-                state = slice(start, None)
-                table_part = None if table is None else DraftLogits(table.table[state], table.cached_ids[state])
-                temperature_part, seeds_part = _from(temperature, start), _from(seeds, start)
-            else:
-                table_part, temperature_part, seeds_part = table, temperature, seeds
             out, incoming = vectors.split(self.factor_dim, dim=1)
             with self.timed("walk"):
-                score_and_walk(
-                    out,
-                    incoming,
-                    anchor[:, self.width :],
-                    self._ids[part],
-                    rule,
-                    self.sigma,
-                    self.vector_eps,
-                    Walked(*(buffer[part] for buffer in self._walked)),
-                    None if rows is None else rows[part],
-                    temperature_part,
-                    Randomness(_part(uniforms, part), seeds_part, _part(positions, part)),
-                    _part(tokens_out, part),
-                    table_part,
-                )
+                walk_part(
+                    part, out, incoming, anchor[:, self.width :], self._ids, rule, self.sigma, self.vector_eps, self._walked, rows, temperature,
+                    Randomness(uniforms, seeds, positions), tokens_out, table,
+                )  # fmt: skip
         w = self._walked
         return FusedProposal(w.tokens[:n], w.index[:n], self._ids[:n], self._log_probs[:n], w.scores[:n], w.probs[:n])
 
@@ -530,6 +512,35 @@ class FusedLiLiCorrHead:
         x = self.node_feature.add_to(x, active)
         factor = given if given is not None else tokens
         return x if self.node_token is None or factor is None else self.node_token.add_to(x, factor)
+
+
+def walk_part(
+    part: slice,
+    out: torch.Tensor,
+    incoming: torch.Tensor,
+    anchor: torch.Tensor,
+    ids: torch.Tensor,
+    rule: str,
+    sigma: float,
+    eps: float,
+    walked: Walked,
+    rows: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    random: Randomness,
+    tokens_out: torch.Tensor | None,
+    table: DraftLogits | None,
+) -> None:
+    """Does `score_and_walk` for the blocks `part` of a call. out, incoming and anchor are those blocks' own; the rest is the whole call's."""
+    uniforms, seeds, positions = random
+    if rows is None:
+        # Block n is state row n, and state rows are counted from the batch's start, not from the part's.
+        start = part.start
+        temperature, seeds = _from(temperature, start), _from(seeds, start)
+        table = None if table is None else DraftLogits(table.table[start:], table.cached_ids[start:])
+    score_and_walk(
+        out, incoming, anchor, ids[part], rule, sigma, eps, Walked(*(buffer[part] for buffer in walked)), _part(rows, part), temperature,
+        Randomness(_part(uniforms, part), seeds, _part(positions, part)), _part(tokens_out, part), table,
+    )  # fmt: skip
 
 
 def _part(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_lilicorr.kernels.score_and_walk import DraftLogits, Randomness, Walked, score_and_walk
+from vllm_lilicorr.kernels.score_and_walk import DraftLogits, Randomness, Walked
 from vllm_lilicorr.kernels.topk_logprobs import merge_topk, topk_logprobs, topk_shard
 
-from ..model.fused import FusedProposal
+from ..model.fused import FusedProposal, walk_part
 from ..model.heads.dflash2 import DFlash2Head
 
 _BEYOND_NORMS = 2.0**20
 
-_CHUNK = 32  # blocks whose logits are held at a time
+_CHUNK = 32  # blocks whose logits and vectors are held at a time
 
 
 class FusedDFlash2Head:
@@ -40,9 +40,10 @@ class FusedDFlash2Head:
             self._ids = torch.zeros(shape, dtype=torch.int64, device=device)
             self._log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
             self._walked = Walked.empty(*shape, device)
-            # [predecessor, 1] and [gate * successor, log p] side by side, by node; [predecessor, 1] of the anchors.
-            self._vectors = torch.ones(max_blocks * num_slots * self.topk, 2, rank + 1, device=device)
-            self._anchors = torch.ones(max_blocks, rank + 1, device=device)
+            # Of one chunk: [predecessor, 1] and [gate * successor, log p] side by side, by node; [predecessor, 1] of the anchors.
+            chunk = min(max_blocks, _CHUNK)
+            self._vectors = torch.ones(chunk * num_slots * self.topk, 2, rank + 1, device=device)
+            self._anchors = torch.ones(chunk, rank + 1, device=device)
 
     def for_slots(self, num_slots: int) -> FusedDFlash2Head:
         """Return a head for another draft length, with its own buffers and the same weights."""
@@ -90,20 +91,21 @@ class FusedDFlash2Head:
     ) -> FusedProposal:
         """Return the drafted blocks; slot_hidden [N, S, H], anchor_ids [N], the rest as `FusedLiLiCorrHead.propose`."""
         head, n = self.head, len(slot_hidden)
-        ids, log_probs = self._ids[:n], self._log_probs[:n]
-        count = ids.numel()
-        vectors, anchors = self._vectors[:count], self._anchors[:n]
-        # What is not written stays 1.
-        vectors[:, 0, :-1] = F.embedding(ids, head.predecessor_codebook).flatten(0, 2)
-        gate = head.hidden_projection(slot_hidden.to(head.successor_codebook.dtype)).float()
-        vectors[:, 1, :-1] = (gate[:, :, None] * F.embedding(ids, head.successor_codebook)).flatten(0, 2)
-        vectors[:, 1, -1] = log_probs.flatten()
-        anchors[:, :-1] = F.embedding(anchor_ids, head.predecessor_codebook)
         table = None if draft_logits is None or cached_ids is None else DraftLogits(draft_logits, cached_ids)
-        with self.timed("walk"):
-            w = score_and_walk(
-                vectors[:, 0], vectors[:, 1], anchors, ids, rule, _BEYOND_NORMS**2, _BEYOND_NORMS,
-                Walked(*(buffer[:n] for buffer in self._walked)), rows, temperature, Randomness(uniforms, seeds, positions),
-                None if tokens_out is None else tokens_out[:n], table,
-            )  # fmt: skip
-        return FusedProposal(w.tokens, w.index, ids, log_probs, w.scores, w.probs)
+        gate = head.hidden_projection(slot_hidden.to(head.successor_codebook.dtype)).float()
+        for start in range(0, n, _CHUNK):
+            part = slice(start, min(start + _CHUNK, n))
+            ids, log_probs, gates = self._ids[part], self._log_probs[part], gate[part]
+            vectors, anchors = self._vectors[: ids.numel()], self._anchors[: len(ids)]
+            # What is not written stays 1.
+            vectors[:, 0, :-1] = F.embedding(ids, head.predecessor_codebook).flatten(0, 2)
+            vectors[:, 1, :-1] = (gates[:, :, None] * F.embedding(ids, head.successor_codebook)).flatten(0, 2)
+            vectors[:, 1, -1] = log_probs.flatten()
+            anchors[:, :-1] = F.embedding(anchor_ids[part], head.predecessor_codebook)
+            with self.timed("walk"):
+                walk_part(
+                    part, vectors[:, 0], vectors[:, 1], anchors, self._ids, rule, _BEYOND_NORMS**2, _BEYOND_NORMS, self._walked,
+                    rows, temperature, Randomness(uniforms, seeds, positions), tokens_out, table,
+                )  # fmt: skip
+        w = self._walked
+        return FusedProposal(w.tokens[:n], w.index[:n], self._ids[:n], self._log_probs[:n], w.scores[:n], w.probs[:n])
