@@ -16,10 +16,11 @@ from vllm_lilicorr.model import BlockStates, TargetVocabulary
 from vllm_lilicorr.model.backbone import GroupedConv
 from vllm_lilicorr.model.heads import build_head
 from vllm_lilicorr.near_tie import Comparison
+from vllm_lilicorr.serving import sequential
 from vllm_lilicorr.serving.conv import RowConv
 from vllm_lilicorr.serving.head import DraftingHead, Step
 from vllm_lilicorr.serving.methods import METHODS
-from vllm_lilicorr.serving.sequential import draw_uniform, make_certain
+from vllm_lilicorr.serving.sequential import draw_uniform
 
 HIDDEN, VOCAB, BLOCKS, SLOTS = 48, 97, 5, 6
 HEADS = [name for name in pairs.HEADS if name not in ("dflash", "lilicorr-conv")]
@@ -52,8 +53,8 @@ class Served:
             torch.randint(0, VOCAB, (BLOCKS,)),
         )  # fmt: skip
 
-    def drafting(self) -> DraftingHead:
-        return METHODS[type(self.draft.head)].build(self, 8)
+    def drafting(self, max_blocks: int = 8) -> DraftingHead:
+        return METHODS[type(self.draft.head)].build(self, max_blocks)
 
     def shard_logits(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.logits(hidden)
@@ -194,19 +195,17 @@ def test_a_withheld_blocks_distribution_is_the_mask_tokens(name: str, layout: st
     torch.testing.assert_close(probs[[0, 1, 3, 4], 0], free.dense(unheld)[[0, 1, 3, 4], 0])
 
 
-@pytest.mark.parametrize("withheld", [[2], [0, 3]])
-def test_padding_leaves_a_withheld_row_of_the_verifiers_table_alone(withheld: list[int]) -> None:
-    # Padded rows are clamped to state 0, which here a withheld block owns.
-    table = torch.randn(8, SLOTS, VOCAB)
-    before = table.clone()
-    rows = torch.tensor([3, -1, 0, 5, -1])
-    where = torch.zeros(BLOCKS, dtype=torch.bool)
-    where[[*withheld, 4]] = True
-    make_certain(where, 96, None, table, rows)
-    changed = [int(rows[block]) for block in withheld]
-    torch.testing.assert_close((table[changed] / 0.01).softmax(-1), torch.eye(VOCAB)[96].expand(len(changed), SLOTS, -1))
-    kept = [row for row in range(8) if row not in changed]
-    assert torch.equal(table[kept], before[kept])
+def test_what_a_withheld_block_is_drawn_from_is_the_mask_token_at_any_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On V2 these logits, before temperature, are what the verifier's table is filled with.
+    seen: list[Tensor] = []
+    monkeypatch.setattr(sequential, "sampler", lambda *_: lambda row, slot: (seen.append(row.clone()) or row.argmax(-1), None))
+    served = Served("dspark")
+    withheld = torch.tensor([False, True, False, False, True])
+    for step in (Step(), Step(withheld=withheld, null_token=96)):
+        tokens = served.drafting().propose(served.block, "sampled", step).tokens
+    free, held = torch.stack(seen, 1).split(SLOTS, 1)
+    torch.testing.assert_close((held[withheld] / 0.01).softmax(-1), torch.eye(VOCAB)[96].expand(2, SLOTS, -1))
+    assert bool((tokens[withheld] == 96).all()) and torch.equal(held[~withheld], free[~withheld])
 
 
 @pytest.mark.parametrize("name", LATTICES)
@@ -290,7 +289,9 @@ def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(mon
     monkeypatch.setattr(v1, "repair_cpu_sampling", lambda: None)
     served, proposer = Served("lilicorr"), object.__new__(v1.DraftProposer)
     shared = SimpleNamespace(embed_tokens=None)  # the layer that vLLM shares with the target
-    vars(served).update(model=shared, check_vocabulary=lambda target: None, set_block_width=lambda width: None)
+    vars(served).update(
+        model=shared, check_vocabulary=lambda target: None, lay_out_candidates=lambda: None, set_block_width=lambda width: None
+    )
     vars(proposer).update(
         device=torch.device("cpu"), model=served, max_batch_size=8, num_speculative_tokens=SLOTS, runner=None, _width=0,
         rule="greedy",
@@ -319,6 +320,35 @@ def test_only_a_plain_embedding_of_one_rank_is_gathered_from_here() -> None:
     assert found(plain, ranks=2) is None
     assert found(Embedding(object())) is None  # quantised, whatever its weight looks like
     assert found(SimpleNamespace(base_layer=plain, weight=plain.weight)) is None  # an adapter around it
+
+
+@pytest.mark.slow
+def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from vllm_lilicorr.errors import UserError
+    from vllm_lilicorr.serving import model
+
+    weight, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(3, HIDDEN)
+
+    def logits(asked: str, weight: Tensor = weight, method: object = UnquantizedEmbeddingMethod()) -> Tensor:
+        monkeypatch.setattr(model, "served_options", lambda config: {"candidate_dtype": asked})
+        served = SimpleNamespace(
+            config=None, _narrow_head=None, lm_head=SimpleNamespace(weight=weight, quant_method=method),
+            candidate_logits=lambda head, x, skip_gather: x @ head.weight.t(),
+        )  # fmt: skip
+        model.ServedDraft.lay_out_candidates(served)  # type: ignore[arg-type]
+        return model.ServedDraft.shard_logits(served, hidden.to(weight.dtype))  # type: ignore[arg-type]
+
+    exact, narrow = logits("auto"), logits("bfloat16")
+    assert torch.equal(exact, hidden @ weight.t())
+    assert narrow.dtype == torch.bfloat16 and not torch.equal(narrow.float(), exact)
+    rounded = hidden.bfloat16().float() @ weight.bfloat16().float().t()
+    torch.testing.assert_close(narrow.float(), rounded, atol=1e-2, rtol=1e-2)
+    # A target in bfloat16 has them anyway, and nothing is copied.
+    assert torch.equal(logits("bfloat16", weight.bfloat16()), hidden.bfloat16() @ weight.bfloat16().t())
+    with pytest.raises(UserError, match="quantised"):
+        logits("bfloat16", method=object())
 
 
 def test_the_embedding_is_left_as_it_is_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,15 @@ def test_drafts_equal_the_references_up_to_the_targets_end(pair: tuple[Path, Pat
     compare_drafts(pair[0], pair[1], to_the_end, 1).check()
 
 
+def test_candidates_in_bfloat16_change_drafts_at_most(pair: tuple[Path, Path]) -> None:
+    done = run(
+        *pair, [{"prompts": SHORT, "params": [{**GREEDY, "max_tokens": 24}] * 3}], speculative={"candidate_dtype": "bfloat16"}
+    )
+    tally = compare_outputs(pair[0], _phases(done))
+    tally.check()
+    assert tally.compared == 72 and done.acceptance_length() > 1.5
+
+
 def test_acceptance_length_is_the_references(pair: tuple[Path, Path], short_draft: Path, mixed: Run) -> None:
     draft = load_draft(short_draft)
     decoder = ReferenceDecoder(load_target(pair[0], draft.config.target_layer_ids), draft.float(), "greedy")

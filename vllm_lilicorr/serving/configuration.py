@@ -26,7 +26,8 @@ logger = logging.getLogger("vllm.vllm_lilicorr")
 BACKENDS = ("lilicorr", "stock")
 # What runs the V1 proposer and the V2 speculator that ours derive from, whatever the head behind the block.
 METHOD = "dflash"
-OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS}
+CANDIDATE_DTYPES = ("auto", "bfloat16")
+OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS, "candidate_dtype": CANDIDATE_DTYPES}
 
 # Options of vLLM's that mean something else to a head than what they say, or nothing.
 _REFUSED = {
@@ -111,13 +112,14 @@ class Plan:
     """What becomes of a speculative configuration that names a drafter of ours.
 
     stock: the keys for vLLM's own SpeculativeConfig; draft: the checkpoint's configuration, None where only vLLM can read it;
-    backend, path_rule: our keys.
+    backend, path_rule, candidate_dtype: our keys.
     """
 
     stock: dict[str, Any]
     draft: DraftConfig | None
     backend: str
     path_rule: str
+    candidate_dtype: str = "auto"
 
     @property
     def served_here(self) -> bool:
@@ -241,7 +243,7 @@ def _plain_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
     if Path(spec["model"]).is_dir():
         refuse_hidden_head(spec["model"], draft)
     for key in OUR_KEYS.keys() & spec.keys():
-        if spec.pop(key) not in ("greedy", "stock"):
+        if spec.pop(key) not in ("greedy", "stock", "auto"):
             raise UserError(f"--speculative-config: {key} is an option of heads, {draft.architecture} has none; remove it")
     spec.setdefault("method", METHOD)
     spec.setdefault("num_speculative_tokens", draft.num_slots)
@@ -264,6 +266,11 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
         raise UserError(f"{where}: path_rule '{rule}' walks a lattice, which {draft.architecture} has not; it offers {rules}")
     if backend == "stock" and offered.stock is None:
         raise UserError(f'{where}: vLLM has no {draft.architecture} of its own; remove "backend": "stock"')
+    dtype = spec.pop("candidate_dtype", "auto")
+    if dtype != "auto" and "exact" not in offered.path_rules:
+        raise UserError(f"{where}: candidate_dtype is for heads with candidates, {draft.architecture} has none; remove it")
+    if dtype != "auto" and backend == "stock":
+        raise UserError(f'{where}: backend "stock" takes candidates in the target\'s precision; remove candidate_dtype or it')
     known = {METHOD, offered.stock} - {None}
     if spec.get("method", METHOD) not in known:
         names = " or ".join(f'"{name}"' for name in sorted(filter(None, known)))
@@ -301,7 +308,7 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
         raise UserError(f"{where}: backend \"stock\" walks greedily only; remove path_rule '{rule}' or the backend")
 
     _check_target(draft, target)
-    return Plan(spec, draft, backend, rule)
+    return Plan(spec, draft, backend, rule, dtype)
 
 
 def _check_target(draft: DraftConfig, target: Any) -> None:
@@ -364,6 +371,7 @@ def _finish(config: Any, found: Plan) -> Any:
         hf_config.dflash_config = dict(hf_config.dflash_config) | {
             "vllm_lilicorr": {
                 "path_rule": found.path_rule,
+                "candidate_dtype": found.candidate_dtype,
                 "max_len": draft_model.max_model_len,
                 "draft": found.draft.to_dict(),
             }

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from ..config import DraftConfig
 from ..errors import UserError
+from ..kernels.linear import PackedLinear
 from ..model.checkpoint import canonical_name
 from ..model.heads import build_head
 from .conv import RowConv
@@ -89,6 +90,7 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         self.head = build_head(self.draft).requires_grad_(False)
         # The features are log-probabilities under the raw output head: no scale and no cap of the target's apply.
         self.candidate_logits = LogitsProcessor(self.config.vocab_size)
+        self._narrow_head: PackedLinear | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = self._own_tensors()
@@ -129,7 +131,19 @@ class ServedDraft(DFlashQwen3ForCausalLM):
 
     def shard_logits(self, slot_hidden: Tensor) -> Tensor:
         """Return [rows, C] of this rank's vocabulary shard; columns from `shard_size` on are padding."""
+        if self._narrow_head is not None:
+            return self._narrow_head(slot_hidden.to(torch.bfloat16))
         return self.candidate_logits(self.lm_head, slot_hidden, skip_gather=True)
+
+    def lay_out_candidates(self) -> None:
+        """Copy the output head to bfloat16 where `candidate_dtype` asks for it. With a float32 target on a CPU, reading it is the
+        largest part of drafting. Drafts are what changes; the target verifies them in its own precision."""
+        if served_options(self.config)["candidate_dtype"] == "auto" or self.lm_head.weight.dtype == torch.bfloat16:
+            return
+        plain = isinstance(self.lm_head.quant_method, UnquantizedEmbeddingMethod)
+        if not plain or getattr(self.lm_head, "bias", None) is not None:
+            raise UserError("candidate_dtype: the target's output head is quantised or has a bias; remove candidate_dtype")
+        self._narrow_head = PackedLinear(self.lm_head.weight.detach().to(torch.bfloat16), None)
 
     def full_logits(self, slot_hidden: Tensor) -> Tensor:
         """Return [rows, V], gathered over the ranks: what a head over the whole vocabulary needs."""

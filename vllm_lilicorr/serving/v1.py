@@ -116,6 +116,7 @@ class DraftProposer(DFlashProposer):
         model = self._served()
         model.model.embed_tokens = without_adapter(model.model.embed_tokens)  # the V2 runner hands out the layer itself
         model.check_vocabulary(target_model)
+        model.lay_out_candidates()
         self.shifted = model.draft.head.shifted
         self.drafting = METHODS[type(model.draft.head)].build(model, self.max_batch_size)
         if self.device.type == "cpu":

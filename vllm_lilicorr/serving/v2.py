@@ -57,6 +57,7 @@ class DraftSpeculator(DFlashSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         model = super().load_draft_model(target_model, target_attn_layer_names)
         model.check_vocabulary(target_model)
+        model.lay_out_candidates()
         self.drafting = METHODS[type(model.draft.head)].build(model, self.max_num_reqs)
         model.set_block_width(self.num_query_per_req)
         # vLLM estimates acceptance from scores where no head was trained to say it.
