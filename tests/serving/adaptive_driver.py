@@ -28,7 +28,6 @@ CHECKED = (
 
 
 def main() -> None:
-    os.environ["LILICORR_PLAIN_HEAD"] = "1"
     import interpreted
 
     interpreted.enable()
@@ -53,9 +52,14 @@ def main() -> None:
 
     InterpreterBuilder.create_masked_store = masked_store
 
+    def build(served: Served, blocks: int = BLOCKS) -> Any:
+        # The readable lattice heads: what is interpreted here is vLLM's, and the kernels of a slot.
+        os.environ["LILICORR_PLAIN_HEAD"] = "0" if served.draft.head.shifted else "1"
+        return served.drafting(blocks)
+
     def step(name: str) -> dict[str, Any]:
         served = Served(name)
-        drafting = served.drafting()
+        drafting = build(served)
         shifted = served.draft.head.shifted
         width = SLOTS + (0 if shifted else 1)
         rows = torch.tensor([3, 1, -1, 0, 5])
@@ -107,7 +111,7 @@ def main() -> None:
         temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0])  # by state: block 3 is greedy, and withheld
         tokens_out = torch.full((ROWS, SLOTS), -1)
         step = Step(withheld=torch.arange(BLOCKS) == PAST, null_token=96)
-        tokens = served.drafting().propose(
+        tokens = build(served).propose(
             served.block, "sampled", step, rows=rows, temperature=temperature, seeds=torch.arange(ROWS), tokens_out=tokens_out,
             positions=torch.arange(SLOTS).expand(BLOCKS, -1), draft_logits=table,
         ).tokens  # fmt: skip
@@ -125,7 +129,7 @@ def main() -> None:
         ))  # fmt: skip
         number = torch.arange(DRAWS)
         table = torch.full((DRAWS, 2, VOCAB), -7.0)
-        tokens = served.drafting().propose(
+        tokens = build(served, DRAWS).propose(
             block, "sampled", rows=number, temperature=torch.full((DRAWS,), 2.0), seeds=number // 4, draft_logits=table,
             positions=number[:, None] % 4 + torch.arange(2),
         ).tokens  # fmt: skip

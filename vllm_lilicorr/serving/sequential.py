@@ -1,24 +1,34 @@
 """DSpark and Domino inside vLLM: one slot after another over the whole vocabulary, each corrected by the tokens before it.
 
-The loop is a fixed sequence of launches, one turn a slot: it reads nothing back to the host and allocates what its turn needs,
-so a CUDA graph holds it whole, as it holds the other methods' single walk.
+The loop is a fixed sequence of launches: it reads nothing back to the host, its workspace is allocated once, and what else it
+needs comes from the graph's own pool, so a CUDA graph holds it whole, as it holds the other methods' single walk. A slot drafted
+greedily is one launch for DSpark (`corrected_argmax`) and three for Domino (`gru_cell`, the bottleneck, `corrected_argmax`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_lilicorr.kernels.corrected_argmax import Best, Correction, corrected_argmax
+from vllm_lilicorr.kernels.fused_linear import fused_linear
+from vllm_lilicorr.kernels.gru_cell import gru_cell
+
 from ..model.heads import BlockStates, DominoHead, DSparkHead
-from .head import DraftingHead, Step, write_live
+from .head import DraftingHead, Step, plain_head, write_live
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 """From one slot's logits [N, V] and its number to tokens [N] and, where the runner is to have it, their distribution [N, V]."""
+
+Correct = Callable[[int, Tensor], Correction | Tensor | None]
+"""From a slot's number and the tokens [N] before it to what is added to its logits: a product, the sum itself [N, V], or nothing.
+Called for every slot in order."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,14 @@ class SequentialProposal:
 class SequentialDrafting(DraftingHead):
     """Drafts left to right; a subclass says how the tokens chosen so far correct a slot."""
 
-    def steps(self, block: BlockStates) -> Any:
-        """Return an object with `correction(slot)`, what is added to the slot's logits [N, V] or None, and `read(tokens [N])`."""
+    def __init__(self, model: Any, max_blocks: int) -> None:
+        super().__init__(model, max_blocks)
+        self._plain = plain_head()
+        with torch.inference_mode(False):
+            self._best = Best.empty(max_blocks, next(model.head.parameters()).device)
+
+    def correct(self, block: BlockStates) -> Correct:
+        """Return what corrects the slots of these blocks."""
         raise NotImplementedError
 
     def draft(self, block: BlockStates, rule: str, step: Step, options: dict[str, Any]) -> SequentialProposal:
@@ -49,31 +65,34 @@ class SequentialDrafting(DraftingHead):
         with self.timing.part("candidates"):
             logits = self.model.full_logits(block.slot_hidden.flatten(0, 1)).unflatten(0, (n, slots))
         with self.timing.part("head and walk"):
-            steps = None if rule == "argmax" else self.steps(block)
-            draw = sampler(options, step.use_fp64) if rule == "sampled" else _argmax
-            tokens, probs = [], []
+            correct = None if rule == "argmax" else readable(self.model, block) if self._plain else self.correct(block)
+            draw = sampler(options, step.use_fp64) if rule == "sampled" else None
+            drafted = torch.empty(n, slots, dtype=torch.int64, device=logits.device)
+            # In full precision, as the reference: sums of bf16 logits would tie.
+            shown = draw is not None or step.observe is not None
+            scores = logits.new_empty(n, logits.shape[-1], dtype=torch.float32) if shown else None
+            chosen, drawn, probs = block.anchor_ids, [], []
             for slot in range(slots):
-                # In full precision, as the reference: sums of bf16 logits would tie.
-                row = logits[:, slot].float()
-                added = None if steps is None else steps.correction(slot)
-                row = row if added is None else row + added
+                correction = None if correct is None else correct(slot, chosen)
+                row = logits[:, slot]
+                if isinstance(correction, Tensor):
+                    row, correction = row.float() + correction, None
                 with self.timing.part("walk"):
-                    chosen, distribution = draw(row, slot)
-                if step.withheld is not None:
-                    chosen = chosen.masked_fill(step.withheld, step.null_token)
-                if step.observe is not None:
-                    step.observe(row, slot)
-                tokens.append(chosen)
-                if distribution is not None:
-                    probs.append(distribution)
-                if steps is not None and slot + 1 < slots:
-                    steps.read(chosen)
-            drafted, dense = torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None
-            if step.withheld is not None and rule == "sampled":
-                make_certain(step.withheld, step.null_token, dense, options.get("draft_logits"), options.get("rows"))
+                    chosen = corrected_argmax(
+                        row, correction, drafted[:, slot], self._best,
+                        withheld=step.withheld, null_token=step.null_token, scores=scores,
+                    )  # fmt: skip
+                    if draw is not None and scores is not None:
+                        chosen, distribution = draw(scores, slot)
+                        drawn.append(chosen)
+                        if distribution is not None:
+                            probs.append(distribution)
+                if step.observe is not None and scores is not None:
+                    step.observe(scores, slot)
+            drafted = torch.stack(drawn, 1) if drawn else drafted
             self.rate(block, drafted, step.confidence_out)
             write_live(options.get("tokens_out"), drafted, options.get("rows"))
-        return SequentialProposal(drafted, dense)
+        return SequentialProposal(drafted, torch.stack(probs, 1) if probs else None)
 
     def rate(self, block: BlockStates, tokens: Tensor, out: Tensor | None) -> None:
         """Write how likely each slot is accepted to `out` [>=N, S], where the head says so and somebody asks."""
@@ -83,25 +102,17 @@ class SequentialDrafting(DraftingHead):
         return proposal.probs
 
 
-def _argmax(logits: Tensor, slot: int) -> tuple[Tensor, None]:
-    return logits.argmax(-1), None
+def readable(model: Any, block: BlockStates) -> Correct:
+    """Return the corrections of the module that the trainer trains (LILICORR_PLAIN_HEAD=1)."""
+    head, target = model.head, SimpleNamespace(embed=model.embed_candidates)
+    state: Any = None
 
+    def correct(slot: int, previous: Tensor) -> Tensor | None:
+        nonlocal state
+        state = head.read(state, previous, target) if slot else head.begin(block, target)
+        return head.correction(state, slot, block)
 
-_CERTAIN = 1e30
-"""A logit beside which, at any temperature vLLM accepts, every other has no mass, and which stays finite when divided by it."""
-
-
-def make_certain(withheld: Tensor, token: int, probs: Tensor | None, table: Tensor | None, rows: Tensor | None) -> None:
-    """Leave nothing but `token` in the distributions of the blocks where withheld [N] is set: in place, in probs [N, S, V] and in
-    the verifier's logits, table [R, S, V] by state rows [N]. Of the table one column is touched, not the vocabulary."""
-    if probs is not None:
-        probs.masked_fill_(withheld[:, None, None], 0.0)
-        probs[..., token].masked_fill_(withheld[:, None], 1.0)
-    if table is not None and rows is not None:
-        # The draw has just written these rows. Adding is right for padding too: it adds 0 to a row that another block may own.
-        added = table.new_zeros(len(rows)).masked_fill_(withheld & (rows >= 0), _CERTAIN)
-        column = table[:, :, token]
-        column.index_add_(0, rows.clamp_min(0).long(), added[:, None].expand(-1, column.shape[1]))
+    return correct
 
 
 def sampler(options: dict[str, Any], use_fp64: bool) -> Draw:
@@ -116,12 +127,13 @@ def sampler(options: dict[str, Any], use_fp64: bool) -> Draw:
         return lambda logits, slot: draw_uniform(logits, temperature, options["uniforms"][:, slot])
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    rows, positions = options["rows"].contiguous(), options["positions"]
-    columns = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
+    # Contiguous once a block: the sampler would copy what is not, slot by slot.
+    rows, positions = options["rows"].contiguous(), options["positions"].t().contiguous()
+    columns = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
 
     def draw(logits: Tensor, slot: int) -> tuple[Tensor, None]:
         tokens = gumbel_sample(
-            logits, rows, temperature, options["seeds"], positions[:, slot], apply_temperature=True, is_drafting=True,
+            logits, rows, temperature, options["seeds"], positions[slot], apply_temperature=True, is_drafting=True,
             logits_cache=options["draft_logits"], logits_cache_col=columns[slot], use_fp64=use_fp64,
         )  # fmt: skip
         return tokens, None
@@ -146,8 +158,10 @@ def draw_uniform(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple
 class DSparkDrafting(SequentialDrafting):
     """The bias of the token before; the confidence head, where the checkpoint has one, for vLLM's adaptive verification."""
 
-    def steps(self, block: BlockStates) -> Any:
-        return _DSparkSteps(self.model.head, block.anchor_ids)
+    def correct(self, block: BlockStates) -> Correct:
+        head: DSparkHead = self.model.head
+        before, after = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+        return lambda slot, previous: Correction(before, after, previous)
 
     @property
     def has_confidence(self) -> bool:
@@ -159,46 +173,36 @@ class DSparkDrafting(SequentialDrafting):
             out[: len(tokens)] = self.model.head.confidence(block.slot_hidden, previous)
 
 
-class _DSparkSteps:
-    def __init__(self, head: DSparkHead, anchor_ids: Tensor) -> None:
-        self.head, self.previous = head, anchor_ids
-
-    def correction(self, slot: int) -> Tensor:
-        return self.head.bias(self.previous)
-
-    def read(self, tokens: Tensor) -> None:
-        self.previous = tokens
-
-
 class DominoDrafting(SequentialDrafting):
     """The GRU over the tokens committed so far."""
 
-    def steps(self, block: BlockStates) -> Any:
-        return _DominoSteps(self.model.head, block, self.model.embed_candidates)
+    def __init__(self, model: Any, max_blocks: int) -> None:
+        super().__init__(model, max_blocks)
+        head: DominoHead = model.head
+        weight = head.embed_proj[0].weight
+        with torch.inference_mode(False):
+            # The state before a token and the one after it, in turn.
+            self._states = weight.new_zeros(2, max_blocks, head.prefix_gru.hidden_size, requires_grad=False)
+            self._bottleneck = weight.new_zeros(max_blocks, weight.shape[0], requires_grad=False)
 
+    def correct(self, block: BlockStates) -> Correct:
+        """The head's `begin`, `correction` and `read`: what the slots' states contribute is computed for all slots at once, and
+        the GRU is our own, because cuDNN's is a plan that a captured graph would have to keep alive."""
+        head: DominoHead = self.model.head
+        gru, (first, _, out) = head.prefix_gru, head.embed_proj
+        n, _, width = block.slot_hidden.shape
+        of_hidden, of_state = first.weight[:, :width], first.weight[:, width:]
+        added = F.linear(block.slot_hidden.to(first.weight.dtype), of_hidden)
+        states, bottleneck = self._states[:, :n], self._bottleneck[:n]
+        table = self.model.plain_embedding()
+        states[1].zero_()
 
-class _DominoSteps:
-    """The head's `begin`, `correction` and `read` for serving: what the slots' states contribute is computed for all slots at
-    once, and the GRU is spelled out, because cuDNN's is a plan of its own that a captured graph would have to keep alive."""
+        def correct(slot: int, previous: Tensor) -> Correction | None:
+            before, state = states[1 - slot % 2], states[slot % 2]
+            x, ids = (self.model.embed_candidates(previous), None) if table is None else (table, previous)
+            gru_cell(x, ids, before, gru.weight_ih_l0, gru.weight_hh_l0, state)
+            if slot < head.pure_prefix:
+                return None
+            return Correction(fused_linear(state, of_state, added[:, slot], bottleneck, silu=True), out.weight)
 
-    def __init__(self, head: DominoHead, block: BlockStates, embed: Callable[[Tensor], Tensor]) -> None:
-        self.head, self.embed = head, embed
-        first, _, self.out = head.embed_proj
-        width = block.slot_hidden.shape[-1]
-        self.of_state = first.weight[:, width:]
-        self.of_hidden = F.linear(block.slot_hidden.to(first.weight.dtype), first.weight[:, :width])
-        self.state = first.weight.new_zeros(len(block.anchor_ids), head.prefix_gru.hidden_size)
-        self.read(block.anchor_ids)
-
-    def correction(self, slot: int) -> Tensor | None:
-        if slot < self.head.pure_prefix:
-            return None
-        return self.out(F.silu(self.of_hidden[:, slot] + F.linear(self.state, self.of_state)))
-
-    def read(self, tokens: Tensor) -> None:
-        gru = self.head.prefix_gru
-        of_token = F.linear(self.embed(tokens).to(self.state.dtype), gru.weight_ih_l0).chunk(3, -1)
-        of_state = F.linear(self.state, gru.weight_hh_l0).chunk(3, -1)
-        reset, update = (torch.sigmoid(of_token[gate] + of_state[gate]) for gate in (0, 1))
-        fresh = torch.tanh(of_token[2] + reset * of_state[2])
-        self.state = fresh + update * (self.state - fresh)
+        return correct

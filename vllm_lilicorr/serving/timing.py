@@ -1,7 +1,7 @@
 """LILICORR_TIMING=FILE: where the wall time of drafting goes, on an engine that runs eagerly on a CPU.
 
-Of every decode step: drafting in all, and of it the candidates, and head and walk, and of these the walk alone (the scores of
-pairs of candidates with it: they are one call); and everything else that passes until the next step drafts, and of it the
+Of every decode step: drafting in all, and of it the candidates, and head and walk, and of these the walk alone (the scores it
+compares with it: they are one call); and everything else that passes until the next step drafts, and of it the
 verification (from where the target's pass begins to where drafting does: logits and the rejection sampler with it). Seconds and
 counts, summed, written as JSON every hundred steps and at the end. On a GPU these times would be those of launching kernels:
 use a profiler there.
