@@ -281,6 +281,21 @@ def test_a_plot_of_many_drafters_has_a_line_each(compared, monkeypatch):
     assert drawn == [[(name, rules[0]) for name, (_, rules) in METHODS.items()]]
 
 
+def test_many_systems_have_a_table_of_speed_ups_and_one_of_what_is_behind_them(results):
+    found = results()
+    names = ["lilicorr", "dflash2", "domino", "dspark", "dflash"]
+    for benchmark in ("gsm8k", "mt-bench"):
+        served(found, f"g/{benchmark}/1", "none", 100)
+        for place, name in enumerate(names):
+            served(found, f"g/{benchmark}/1", name, 150 - 10 * place, tau=2.0)
+    text = report.serve_tables(found)
+    assert rows(text, "Benchmark")[0] == ["Benchmark", "None (tokens/s)", *names]
+    assert rows(text, "Benchmark")[1] == ["Benchmark", *(f"{name}: tau / tokens/s" for name in names)]
+    speedups, behind = rows(text, "Average")
+    assert speedups == ["Average", "100.0", "**1.50x**", "1.40x", "1.30x", "1.20x", "1.10x"]
+    assert behind == ["Average", *(f"2.00 / {150 - 10 * place}.0" for place in range(5))]
+
+
 def test_the_names_of_the_longest_bars_end_inside_the_plot(results):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     found = results()

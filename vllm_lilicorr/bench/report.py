@@ -20,7 +20,8 @@ from .acceptance import COVERAGE
 from .serve import AGAIN, NONE
 
 MOST_COLUMNS = 8
-"""A table of acceptance with more columns is split: each drafter's own rule, then the rules of each drafter."""
+"""A table of acceptance with more columns is split: each drafter's own rule, then the rules of each drafter. One of throughput:
+speed-ups, then what is behind them."""
 
 Histograms = dict[str, list[list[int]]]
 """{benchmark: [prompts][S + 1]}."""
@@ -350,7 +351,7 @@ def _verdict(runs: Runs, systems: Sequence[str], band: float) -> str:
 
 
 def _speed_table(temperature: str, runs: Runs, systems: Sequence[str], band: float, concurrency: int) -> str:
-    """The paper's Tables 1 and 5: speed-up over no speculation, then acceptance length / tokens per second."""
+    """The paper's Tables 1 and 5: speed-up over no speculation, then acceptance length / tokens per second; two tables of many systems."""
     rows, whole = [], {system: [speed_up(cell, system) for cell in runs.values()] for system in systems}
     for (_, benchmark, _), cell in runs.items():
         ratios = {system: speed_up(cell, system) for system in systems}
@@ -364,10 +365,14 @@ def _speed_table(temperature: str, runs: Runs, systems: Sequence[str], band: flo
     speeds = [statistics.mean(throughput(cell, system) for cell in runs.values()) for system in systems]
     both = [f"{number(tau)} / {number(speed, 1)}" for tau, speed in zip(taus, speeds)]
     rows.append(["Average", number(statistics.mean(plain), 1), *(average[system] for system in systems), *both])
+    header, count = ["Benchmark", "None (tokens/s)", *systems, *(f"{system}: tau / tokens/s" for system in systems)], len(systems)
+    tables = [table(header, rows)]
+    if 2 * count > MOST_COLUMNS:
+        tables = [table(header[: 2 + count], [row[: 2 + count] for row in rows])]
+        tables.append(table([header[0], *header[2 + count :]], [[row[0], *row[2 + count :]] for row in rows]))
     return (
         f"{temperature[0]} = {temperature[1:]}, concurrency {concurrency}: speed-up over no speculation, and tau / tokens per second "
-        "behind it.\n\n"
-        + table(["Benchmark", "None (tokens/s)", *systems, *(f"{system}: tau / tokens/s" for system in systems)], rows)
+        "behind it.\n\n" + "\n\n".join(tables)
     )
 
 
