@@ -30,6 +30,9 @@ CEILINGS = {
     "anchor_operand_kernel": (48, 1024),
     "fused_linear_kernel": (255, 100 * 1024),
     "score_and_walk_kernel": (112, 24 * 1024),
+    "gru_cell_kernel": (224, 80 * 1024),
+    "gru_gates_kernel": (64, 0),
+    "corrected_argmax_kernel": (224, 80 * 1024),
 }
 FLOAT32_SPILLS = 512  # bytes a thread, of the backward only: it trains in half precision
 
@@ -39,7 +42,8 @@ FLOAT32_SPILLS = 512  # bytes a thread, of the backward only: it trains in half 
 def test_half_precision_kernels_do_not_spill(target, dtype):
     usage = measure(target, dtype, n=1)
     assert {row.kernel.split(" ")[0] for row in usage} == CEILINGS.keys()
-    usage += measure(target, dtype, n=32, only="lattice_attention")  # which takes larger tiles then
+    for only, n in (("lattice_attention", 32), ("gru_cell", 64), ("corrected_argmax", 64)):  # which take larger tiles then
+        usage += measure(target, dtype, n=n, only=only)
     for row in usage:
         registers, shared = CEILINGS[row.kernel.split(" ")[0]]
         assert row.spills == 0, row
@@ -47,7 +51,7 @@ def test_half_precision_kernels_do_not_spill(target, dtype):
 
 
 def test_float32_fits_the_smallest_target():
-    for row in measure(80, "fp32", only="lattice") + measure(80, "fp32", only="fused_linear") + measure(80, "fp32", only="score_and_walk (s"):
+    for row in measure(80, "fp32", only="lattice") + measure(80, "fp32", only="fused_linear") + measure(80, "fp32", only="score_and_walk (s") + measure(80, "fp32", n=64, only="gru") + measure(80, "fp32", n=64, only="corrected"):
         assert row.shared <= SHARED_LIMIT[80], row
         assert row.spills <= (FLOAT32_SPILLS if row.kernel.startswith("backward") else 0), row
 

@@ -91,10 +91,12 @@ class _OfflineDriver:
 
 
 def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], Any]]:
-    """Returns {operation: thunk} that launches every operation of the head on meta tensors of geometry `name` with n blocks."""
+    """Returns {operation: thunk} that launches every operation of the heads on meta tensors of geometry `name` with n blocks."""
     from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
     from vllm_lilicorr.kernels.bias_silu import bias_silu
+    from vllm_lilicorr.kernels.corrected_argmax import Best, Correction, corrected_argmax
     from vllm_lilicorr.kernels.fused_linear import Norm, fused_linear
+    from vllm_lilicorr.kernels.gru_cell import FEW_ROWS, gru_cell
     from vllm_lilicorr.kernels.lattice_attention import lattice_attention
     from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
     from vllm_lilicorr.kernels.rms_norm import rms_norm
@@ -141,6 +143,21 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
             make(n, g.slots, dtype=torch.int64), DraftLogits(make(n, g.slots, g.vocab, dtype=torch.float32), ids),
         )  # fmt: skip
 
+    tokens_before, emb_dim, gru = make(n, g.slots, dtype=torch.int64)[:, 0], 256, 1024  # SPEC 7
+
+    def corrected(kind: str) -> torch.Tensor:
+        gathered = kind == "DSpark"
+        x, weight = make(g.vocab if gathered else n, emb_dim), make(g.vocab, emb_dim)
+        return corrected_argmax(
+            make(n, g.slots, g.vocab)[:, 0], None if kind == "nothing" else Correction(x, weight, tokens_before if gathered else None),
+            tokens_before, Best.empty(n, "meta"), withheld=make(n, dtype=torch.bool), null_token=g.vocab - 1,
+            scores=make(n, g.vocab, dtype=torch.float32) if gathered else None,
+        )  # fmt: skip
+
+    def cell(rows: int) -> torch.Tensor:
+        weights, of_state = make(3 * gru, g.hidden), make(3 * gru, gru)
+        return gru_cell(embedding, make(rows, 2, dtype=torch.int64)[:, 0], make(rows, gru), weights, of_state, make(rows, gru))
+
     return {
         "topk_logprobs": lambda: topk_logprobs(make(n * g.slots, g.vocab), g.topk),
         "merge_topk": lambda: merge_topk(
@@ -154,6 +171,11 @@ def launches(name: str, dtype: torch.dtype, n: int) -> dict[str, Callable[[], An
         "anchor_operand": lambda: anchor_operand(stream, constant, make(width), 1e-6, make(n, width), make(rows, 2 * width)),
         **{f"fused_linear ({kind})": partial(product, kind) for kind in ("norm", "norm SiLU", "add", "anchor")},
         **{f"score_and_walk ({rule})": partial(walked, rule) for rule in RULES},
+        "gru_cell": lambda: (cell(n), cell(FEW_ROWS + n)),
+        "fused_linear (Domino)": lambda: fused_linear(
+            make(n, gru), make(emb_dim, g.hidden + gru)[:, g.hidden :], make(n, g.slots, emb_dim)[:, 0], make(n, emb_dim), silu=True
+        ),
+        **{f"corrected_argmax ({kind})": partial(corrected, kind) for kind in ("DSpark", "Domino", "nothing")},
     }
 
 
