@@ -38,6 +38,8 @@ def exercise() -> None:
 
     from vllm_lilicorr.bench.head import Inputs, make_head
     from vllm_lilicorr.bench.resources import Geometry
+    from vllm_lilicorr.kernels.corrected_argmax import Best, Correction, corrected_argmax
+    from vllm_lilicorr.kernels.gru_cell import FEW_ROWS, gru_cell
     from vllm_lilicorr.kernels.lattice_attention import lattice_attention
     from vllm_lilicorr.kernels.score_and_walk import RULES
     from vllm_lilicorr.model.fused import FusedLiLiCorrHead
@@ -61,6 +63,17 @@ def exercise() -> None:
         leaves = [torch.randn(n, g.nodes, g.heads, 24, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         tables = [torch.randn(*s, device=device, dtype=dtype, requires_grad=True) for s in ((g.heads, 2 * g.block_size - 1), (g.heads,))]
         lattice_attention(*leaves, *tables, g.topk).sum().backward()  # type: ignore[call-arg]
+        # A slot of DSpark and of Domino, in tiles of both sizes.
+        for rows in (n, FEW_ROWS + 1):
+            state, gates = torch.zeros(rows, 72, device=device, dtype=dtype), torch.randn(216, g.hidden + 72, device=device, dtype=dtype)
+            ids, best = torch.randint(g.vocab, (rows,), device=device), Best.empty(rows, device)
+            of_input, of_state = (part.contiguous() for part in gates.split((g.hidden, 72), dim=1))
+            state = gru_cell(x.embedding, ids, state, of_input, of_state, torch.empty_like(state))
+            weight, scores = torch.randn(g.vocab, 72, device=device, dtype=dtype), torch.empty(rows, g.vocab, device=device)
+            logits, withheld = x.logits[torch.zeros_like(ids)], ids % 2 == 0
+            corrected_argmax(logits, Correction(state, weight), ids, best)
+            corrected_argmax(logits, Correction(weight, weight, ids), torch.empty_like(ids), best, withheld=withheld, scores=scores)
+            corrected_argmax(logits, None, ids, best)
     torch.cuda.synchronize()
     print("exercised")
 
