@@ -33,6 +33,7 @@ if MODE == "interpreter":
 
     quicken()
 EXAMPLES = {"cuda": 12, "torch": 25, "interpreter": 5}[MODE]  # a new shape is a new kernel to compile, or many programs to interpret
+PER_DTYPE = {"cuda": 5, "torch": 9, "interpreter": 3}[MODE]  # of a property that is run in each dtype
 BLOCKS = 4 if MODE == "interpreter" else 64  # concurrent blocks of a property's largest example
 SEED = int(os.environ.setdefault("LILICORR_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
@@ -63,6 +64,14 @@ _CONFIG = DraftConfig(
     target_name=None,
     tokenizer_hash=None,
 )
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Generator[None, None, None]:
+    """Have torch fill what is allocated without a value, inside the code under test too (NaN, or the greatest integer)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.hookimpl(wrapper=True)

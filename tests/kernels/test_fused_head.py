@@ -12,7 +12,7 @@ from vllm_lilicorr.model import fused as module
 from vllm_lilicorr.model.fused import FusedLiLiCorrHead
 from vllm_lilicorr.model.lattice import top_candidates, walk
 
-from .conftest import BLOCKS, DEVICE, DTYPES, MODE, TOLERANCE, error, examples, in_double, make_head, randn, reseed
+from .conftest import BLOCKS, DEVICE, DTYPES, MODE, PER_DTYPE, TOLERANCE, error, examples, in_double, make_head, randn, reseed
 
 VOCAB = 997
 
@@ -65,7 +65,11 @@ class Inputs:
 
 
 def check(head, fused, n, slots, dtype) -> None:
-    inputs = Inputs(head, n, slots, dtype)
+    check_on(head, fused, Inputs(head, n, slots, dtype), dtype)
+
+
+def check_on(head, fused, inputs, dtype) -> None:
+    n = len(inputs.slot_hidden)
     ids, log_probs, start, pair = inputs.reference(head)
     poison(fused)
     got = inputs.propose(fused)
@@ -81,10 +85,11 @@ def check(head, fused, n, slots, dtype) -> None:
     assert torch.equal(got.tokens, got.ids.gather(-1, got.index[..., None])[..., 0])
 
 
-@examples()
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(PER_DTYPE)
 @given(
-    st.integers(1, BLOCKS), st.integers(2, 16), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([(48, 32), (32, 64), (48, 48)]),
-    st.sampled_from([1, 2, 4]), st.integers(0, 2), st.sampled_from(DTYPES), st.integers(0, 2**20),
+    n=st.integers(1, BLOCKS), block_size=st.integers(2, 16), topk=st.sampled_from([1, 2, 4, 8, 16]),
+    widths=st.sampled_from([(48, 32), (32, 64), (48, 48)]), heads=st.sampled_from([1, 2, 4]), layers=st.integers(0, 2), seed=st.integers(0, 2**20),
 )  # fmt: skip
 def test_scores_and_greedy_paths_are_the_references(n, block_size, topk, widths, heads, layers, dtype, seed):
     reseed(seed)
@@ -95,6 +100,41 @@ def test_scores_and_greedy_paths_are_the_references(n, block_size, topk, widths,
     slots = block_size - 1 if MODE != "interpreter" else min(block_size - 1, max(32 // topk, 1))
     products = "fused" if seed % 2 else "library"
     check(head, build(head, max_blocks=n, num_slots=slots, products=products), n, slots, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("topk", "slots"), [(1, 15), (2, 1), (4, 7), (8, 1), (16, 2)])
+def test_every_number_of_candidates(topk, slots, dtype):
+    reseed(12)
+    head = make_head(dtype, block_size=slots + 1, candidate_topk=topk, num_layers=1, num_heads=2)
+    check(head, build(head, max_blocks=2), 2, slots, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sixty_four_blocks(dtype):
+    """Of fifteen slots; interpreted, where every slot of every block is a program, of one."""
+    reseed(13)
+    head = make_head(dtype, block_size=16, candidate_topk=2, num_layers=1, num_heads=1)
+    slots = 1 if MODE == "interpreter" else 15
+    check(head, build(head, max_blocks=64, num_slots=slots), 64, slots, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", ["library", "fused"])
+def test_awkward_logits_and_states(products, dtype):
+    """A slot whose logits all tie, a one-hot one, one with K finite logits, a huge one, one without a state; and an anchor of zeros."""
+    reseed(14)
+    head = make_head(dtype, num_layers=1)
+    inputs = Inputs(head, 2, 5, dtype)
+    logits = inputs.logits.view(2, 5, -1)[..., :VOCAB]
+    logits[:, 0] = 1.5
+    logits[:, 1] = 0
+    logits[:, 1, 77] = 40
+    logits[:, 2, 4:] = -torch.inf
+    logits[:, 3] *= 1e3
+    inputs.slot_hidden[:, 4] = 0
+    inputs.anchor_hidden[0], inputs.anchor_valid[0] = 0, True
+    check_on(head, build(head, max_blocks=2, products=products), inputs, dtype)
 
 
 def test_fused_products_are_used_where_asked_and_few(monkeypatch):
@@ -245,10 +285,11 @@ def test_a_block_does_not_depend_on_its_neighbours():
     assert ((got.ids >= 0) & (got.ids < VOCAB)).all() and got.probs.isfinite().all()
 
 
-def test_the_same_inputs_give_the_same_bits():
+@pytest.mark.parametrize("products", ["library", "fused"])
+def test_the_same_inputs_give_the_same_bits(products):
     reseed(7)
     head = make_head(torch.bfloat16)
-    fused, inputs = build(head, max_blocks=3), Inputs(head, 3, 5, torch.bfloat16)
+    fused, inputs = build(head, max_blocks=3, products=products), Inputs(head, 3, 5, torch.bfloat16)
     first = inputs.propose(fused).scores.clone()
     for _ in range(100 if MODE == "cuda" else 1):
         poison(fused)
@@ -289,12 +330,13 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.skipif(MODE != "cuda", reason="capturing a CUDA graph needs a GPU")
+@pytest.mark.parametrize("products", ["library", "fused"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_captured_graph_replays_with_changed_inputs(rule):
+def test_a_captured_graph_replays_with_changed_inputs(rule, products):
     reseed(9)
     head = make_head(torch.bfloat16)
     n, slots, states = 3, 5, 4
-    fused, inputs = build(head, max_blocks=n), Inputs(head, n, slots, torch.bfloat16)
+    fused, inputs = build(head, max_blocks=n, products=products), Inputs(head, n, slots, torch.bfloat16)
     rows = torch.tensor([2, -1, 0], device=DEVICE)
     options = dict(
         rule=rule, rows=rows, temperature=torch.rand(states, device=DEVICE), seeds=torch.arange(states, device=DEVICE),

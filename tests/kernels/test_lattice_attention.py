@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_lilicorr.kernels.lattice_attention import lattice_attention, lattice_attention_torch
 
-from .conftest import DEVICE, DTYPES, EXAMPLES, MODE, TOLERANCE, error, examples, in_double, make_head, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, MODE, PER_DTYPE, TOLERANCE, error, examples, in_double, make_head, poisoned, randn, reseed
 
 GEOMETRIES = st.tuples(st.integers(1, 15), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]), st.sampled_from([4, 12, 16, 72]))
 
@@ -28,8 +28,9 @@ def reference(head, q, k, v, slots):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]).transpose(1, 2)
 
 
-@examples()
-@given(st.integers(1, 3), GEOMETRIES, st.sampled_from(DTYPES), st.integers(0, 2**20))
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(PER_DTYPE)
+@given(n=st.integers(1, 3), geometry=GEOMETRIES, seed=st.integers(0, 2**20))
 def test_forward_is_the_references(n, geometry, dtype, seed):
     slots, topk, heads, head_dim = geometry
     if MODE == "interpreter":
@@ -95,8 +96,9 @@ def test_the_same_input_gives_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@examples(max(EXAMPLES // 2, 3))
-@given(st.integers(1, 2), GEOMETRIES, st.sampled_from(DTYPES), st.integers(0, 2**20))
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples((PER_DTYPE + 1) // 2)
+@given(n=st.integers(1, 2), geometry=GEOMETRIES, seed=st.integers(0, 2**20))
 def test_backward_is_the_references(n, geometry, dtype, seed):
     slots, topk, heads, head_dim = geometry
     if MODE == "interpreter":
@@ -113,9 +115,11 @@ def test_backward_is_the_references(n, geometry, dtype, seed):
     got.backward(grad.to(dtype))
     expected.backward(grad)
     largest = max(x.grad.norm().item() for x in wide)
+    # A gradient that is zero but for rounding is measured against the others: of q and k, with one node; and of the tables, with one slot
+    # (a softmax does not see what is added to all scores), whose terms cancel where half precision has rounded each.
+    floor = 5e-2 if slots == 1 and dtype != torch.float32 else 1e-3
     for ours, theirs in zip(leaves, wide, strict=True):
-        # A gradient that is zero but for rounding (of q and k, with one node) is measured against the others.
-        scale = max(theirs.grad.norm().item(), 1e-3 * largest)
+        scale = max(theirs.grad.norm().item(), floor * largest)
         assert (ours.grad.double() - theirs.grad).norm().item() <= 2 * TOLERANCE[dtype] * scale
 
 

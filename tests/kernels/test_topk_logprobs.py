@@ -13,7 +13,7 @@ from vllm_lilicorr.kernels import topk_logprobs as module
 from vllm_lilicorr.kernels.topk_logprobs import NO_ID, merge_topk, topk_logprobs, topk_shard
 from vllm_lilicorr.model.lattice import top_candidates
 
-from .conftest import DEVICE, DTYPES, MODE, examples, poisoned, randn, reseed
+from .conftest import DEVICE, DTYPES, MODE, PER_DTYPE, examples, poisoned, randn, reseed
 
 LARGEST = 20_000 if MODE == "interpreter" else 262_144
 KS = st.sampled_from([1, 2, 4, 8, 16])
@@ -35,17 +35,41 @@ def check(logits: torch.Tensor, k: int, vocab_size: int | None = None) -> None:
     torch.testing.assert_close(log_probs, reference.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@examples()
-@given(st.integers(1, 6), st.integers(17, LARGEST), KS, st.sampled_from(DTYPES), st.sampled_from([0.1, 3.0, 30.0]), st.integers(0, 2**20))
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(PER_DTYPE)
+@given(n=st.integers(1, 6), vocab=st.integers(17, LARGEST), k=KS, scale=st.sampled_from([0.1, 3.0, 30.0]), seed=st.integers(0, 2**20))
 def test_ids_and_log_probabilities_are_the_references(n, vocab, k, dtype, scale, seed):
     reseed(seed)
     check(randn(n, vocab, dtype=dtype, scale=scale), k)
 
 
-@pytest.mark.parametrize("vocab", [151_936, 262_144])
-def test_real_vocabularies(vocab):
+@pytest.mark.parametrize(
+    ("vocab", "k", "dtype"),
+    [
+        (17, 16, torch.float16),
+        (49_152, 2, torch.float16),
+        (151_936, 8, torch.bfloat16),
+        (262_143, 4, torch.float16),
+        (262_144, 1, torch.bfloat16),
+        (262_144, 16, torch.float32),
+    ],
+)
+def test_the_smallest_and_real_vocabularies(vocab, k, dtype):
     reseed(vocab)
-    check(randn(1 if MODE == "interpreter" else 15, vocab, dtype=torch.bfloat16, scale=3.0), 8)
+    check(randn(1 if MODE == "interpreter" else 15, vocab, dtype=dtype, scale=3.0), k)
+
+
+@pytest.mark.parametrize("vocab", [49_152, 151_936])
+def test_the_rows_of_one_block_fill_a_gpu(vocab, monkeypatch):
+    class Launch:
+        def __getitem__(self, grid):
+            programs.append(math.prod(grid))
+            return lambda *args, **options: None
+
+    programs = []
+    monkeypatch.setattr(module, "_split_kernel", Launch())
+    module._splits_triton(torch.empty(15, vocab, device="meta"), 8, vocab, 0)
+    assert programs[0] >= 132  # the multiprocessors of an H200
 
 
 @examples()
