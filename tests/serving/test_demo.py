@@ -35,6 +35,16 @@ def test_the_table_takes_every_ratio_to_the_run_without_drafts() -> None:
     assert "NO (1 of 2)" in demo.report([run("LiLiCorr", 2.0, 20, 20), run("no drafts", 3.0, 0, 0)], [Agreement(2, 1, 0)])
 
 
+def test_candidates_are_drawn_in_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, dtype, drawn in (
+        ("flags: avx512f avx512_bf16", "float32", "bfloat16"),
+        ("flags: avx2", "float32", "auto"),
+        ("flags: avx512_bf16", "bfloat16", "auto"),
+    ):
+        monkeypatch.setattr(Path, "read_text", lambda *_, flags=flags, **__: flags)
+        assert demo._candidate_dtype(dtype) == drawn
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
