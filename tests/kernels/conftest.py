@@ -103,10 +103,15 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, fill, dtype=dtype, device=DEVICE)
 
 
-def error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ||got - reference|| / ||reference||; NaN anywhere in `got` makes it NaN, which is below no tolerance."""
+def error(got: torch.Tensor, reference: torch.Tensor, least: float = 0.0) -> float:
+    """Return ||got - reference|| / ||reference||; NaN anywhere in `got` makes it NaN, which is below no tolerance.
+
+    least: the root mean square that the reference is taken to have where it has a smaller one. Scores are cosines, and few of
+    them can all be near zero by chance; their error is that of the vectors, whose length is one.
+    """
     reference = reference.double()
-    return ((got.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+    norm = reference.norm().clamp_min(max(least * reference.numel() ** 0.5, 1e-300))
+    return ((got.double() - reference).norm() / norm).item()
 
 
 def make_head(dtype: torch.dtype = torch.float32, *, hidden: int = 48, block_size: int = 6, **head: Any) -> LiLiCorrHead:

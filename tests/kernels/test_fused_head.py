@@ -77,7 +77,7 @@ def check_on(head, fused, inputs, dtype) -> None:
     torch.testing.assert_close(got.log_probs, log_probs.float(), rtol=1e-5, atol=1e-5)
     scores = fused._walked.pair_scores[:n]
     expected = torch.cat((start[:, None, None].expand(-1, 1, start.shape[1], -1), pair), 1)
-    assert error(scores, expected) <= TOLERANCE[dtype]
+    assert error(scores, expected, least=fused.sigma / 4) <= TOLERANCE[dtype]
     path = walk(start, pair, "greedy")
     off = (scores.double() - expected).abs().amax((1, 2, 3))
     certain = path.margin.amin(1) > 2 * off  # no score moved by `off` can change a decision
