@@ -86,7 +86,11 @@ def on_one_core(group: str) -> dict[str, str]:
 @contextmanager
 def started(arguments: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """Run the demo; a test that fails or times out ends it as a user would, and with it its server."""
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    # What runs in a shell's background ignores Ctrl-C, and so would the demo.
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         yield process
     finally:

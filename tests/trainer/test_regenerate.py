@@ -430,7 +430,10 @@ def start(target, source, out, *arguments):
     command += ["--out", str(out), "--dtype", "float32", "--enforce-eager", *arguments]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|0"}
     with Path(f"{out}.log").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in a shell's background ignores Ctrl-C
+        )  # fmt: skip
 
 
 def errors(out):
