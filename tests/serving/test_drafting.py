@@ -331,10 +331,10 @@ def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: py
 
     weight, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(3, HIDDEN)
 
-    def logits(asked: str, weight: Tensor = weight, method: object = UnquantizedEmbeddingMethod()) -> Tensor:
+    def logits(asked: str, weight: Tensor = weight) -> Tensor:
         monkeypatch.setattr(model, "served_options", lambda config: {"candidate_dtype": asked})
         served = SimpleNamespace(
-            config=None, _narrow_head=None, lm_head=SimpleNamespace(weight=weight, quant_method=method),
+            config=None, _narrow_head=None, lm_head=SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod()),
             candidate_logits=lambda head, x, skip_gather: x @ head.weight.t(),
         )  # fmt: skip
         model.ServedDraft.lay_out_candidates(served)  # type: ignore[arg-type]
@@ -347,8 +347,9 @@ def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: py
     torch.testing.assert_close(narrow.float(), rounded, atol=1e-2, rtol=1e-2)
     # A target in bfloat16 has them anyway, and nothing is copied.
     assert torch.equal(logits("bfloat16", weight.bfloat16()), hidden.bfloat16() @ weight.bfloat16().t())
+    quantised = SimpleNamespace(config=None, lm_head=SimpleNamespace(quant_method=object()))  # which may have no `weight`
     with pytest.raises(UserError, match="quantised"):
-        logits("bfloat16", method=object())
+        model.ServedDraft.lay_out_candidates(quantised)  # type: ignore[arg-type]
 
 
 def test_the_embedding_is_left_as_it_is_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

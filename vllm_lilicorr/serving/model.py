@@ -138,11 +138,13 @@ class ServedDraft(DFlashQwen3ForCausalLM):
     def lay_out_candidates(self) -> None:
         """Copy the output head to bfloat16 where `candidate_dtype` asks for it. With a float32 target on a CPU, reading it is the
         largest part of drafting. Drafts are what changes; the target verifies them in its own precision."""
-        if served_options(self.config)["candidate_dtype"] == "auto" or self.lm_head.weight.dtype == torch.bfloat16:
+        if served_options(self.config)["candidate_dtype"] == "auto":
             return
         plain = isinstance(self.lm_head.quant_method, UnquantizedEmbeddingMethod)
         if not plain or getattr(self.lm_head, "bias", None) is not None:
             raise UserError("candidate_dtype: the target's output head is quantised or has a bias; remove candidate_dtype")
+        if self.lm_head.weight.dtype == torch.bfloat16:
+            return
         self._narrow_head = PackedLinear(self.lm_head.weight.detach().to(torch.bfloat16), None)
 
     def full_logits(self, slot_hidden: Tensor) -> Tensor:
