@@ -253,15 +253,25 @@ def _distance(slots: int, topk: int, device: torch.device) -> torch.Tensor:
         return slot[:, None] - slot[None, :]
 
 
+def lattice_bias(relative_slot_bias: torch.Tensor, same_slot_bias: torch.Tensor, slots: int, topk: int) -> torch.Tensor:
+    """Returns what is added to the attention's logits, [1, heads, S*K, S*K]: relative_slot_bias[slot(i) - slot(j)], and same_slot_bias
+    within a slot."""
+    block_size = (relative_slot_bias.shape[1] + 1) // 2
+    distance = _distance(slots, topk, relative_slot_bias.device)
+    # A mask of four dimensions takes the fused path on the CPU, one of three the unfused.
+    return (relative_slot_bias[:, distance + block_size - 1] + same_slot_bias[:, None, None] * (distance == 0))[None]
+
+
+def attend_torch(q, k, v, bias, out=None):
+    """`lattice_attention` in torch operations, of a `lattice_bias` that is at hand already."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).transpose(1, 2)
+    return attended.contiguous() if out is None else out.copy_(attended)
+
+
 def lattice_attention_torch(q, k, v, relative_slot_bias, same_slot_bias, topk, out=None):
     """`lattice_attention` in torch operations (autograd differentiates them)."""
-    nodes, block_size = q.shape[1], (relative_slot_bias.shape[1] + 1) // 2
-    distance = _distance(nodes // topk, topk, q.device)
-    bias = relative_slot_bias[:, distance + block_size - 1] + same_slot_bias[:, None, None] * (distance == 0)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    # A mask of four dimensions takes the fused path on the CPU, one of three the unfused.
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].to(q.dtype)).transpose(1, 2)
-    return attended.contiguous() if out is None else out.copy_(attended)
+    return attend_torch(q, k, v, lattice_bias(relative_slot_bias, same_slot_bias, q.shape[1] // topk, topk), out)
 
 
 def lattice_attention(
@@ -272,11 +282,13 @@ def lattice_attention(
     same_slot_bias: torch.Tensor,
     topk: int,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attended values [N, S*K, heads, hd] of every node over all nodes of its block, softmax in float32.
 
     q, k, v [N, S*K, heads, hd], alike in memory (views of one qkv tensor), nodes slot-major with `topk` candidates a slot;
     relative_slot_bias [heads, 2B-1] and same_slot_bias [heads], contiguous. Differentiable in all five when `out` is not given.
+    `bias` is the two tables' `lattice_bias`, for a caller who makes it once: the kernel adds the tables themselves.
     Raises ValueError on shapes that do not fit, among them S > B. The tower's attention of the paper, Appendix A.
     """
     n, nodes, heads, head_dim = q.shape
@@ -288,7 +300,7 @@ def lattice_attention(
     if topk not in (1, 2, 4, 8, 16) or nodes % topk or nodes // topk > block_size:
         raise ValueError(f"{nodes} nodes are no 1..{block_size} slots of {topk} candidates (a power of two, at most 16)")
     if not use_triton(q):
-        return lattice_attention_torch(q, k, v, relative_slot_bias, same_slot_bias, topk, out)
+        return attend_torch(q, k, v, lattice_bias(relative_slot_bias, same_slot_bias, nodes // topk, topk) if bias is None else bias, out)
     inputs = (q, k, v, relative_slot_bias, same_slot_bias)
     if out is None and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _LatticeAttention.apply(*inputs, topk)

@@ -10,6 +10,7 @@ token_proj: E[c] goes to base.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -95,14 +96,25 @@ def _lattice_nodes_triton(ids, log_probs, embedding, slot_states, positions, fea
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=64)
+def _rank_columns(topk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the features [K, 5] of a slot, of which the three that depend on probabilities are yet to be filled in."""
+    with torch.inference_mode(False):
+        columns = torch.zeros(topk, 5, dtype=torch.float32, device=device)
+        columns[:, 3] = torch.arange(topk, device=device) / max(topk - 1, 1)
+        columns[0, 4] = 1.0
+        return columns.to(dtype)
+
+
 def lattice_nodes_torch(ids, log_probs, embedding, slot_states, positions, features, tokens, active, base):
     """`lattice_nodes` in torch operations."""
     n, slots, topk = ids.shape
     width, dtype = base.shape[1], base.dtype
+    f = _rank_columns(topk, dtype, ids.device).repeat(n, slots, 1, 1)
     wide = log_probs.float()
-    rank = torch.arange(topk, device=ids.device, dtype=torch.float32)
-    columns = (wide, wide.exp(), wide - wide.amax(-1, keepdim=True), rank / max(topk - 1, 1), (rank == 0).float())
-    f = torch.stack([column.expand_as(wide) for column in columns], dim=-1).to(dtype)
+    f[..., 0] = wide
+    f[..., 1] = wide.exp()
+    f[..., 2] = wide - wide.amax(-1, keepdim=True)
     f = torch.nn.functional.layer_norm(f, (5,), features.norm_weight, features.norm_bias, LAYER_NORM_EPS)
     up = torch.addmm(features.up_bias, f.view(-1, 5), features.up_weight, out=active)
     torch.nn.functional.silu(up, inplace=True)

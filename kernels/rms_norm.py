@@ -7,6 +7,8 @@ addition, the bias and the norm in one launch and one read of the stream.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ._triton import ROWS, cdiv, check_shape, next_power_of_2, tl, triton, use_triton
@@ -41,12 +43,20 @@ def _rms_norm_triton(x, weight, eps, offset, valid, out):
     return out
 
 
+@functools.lru_cache(maxsize=64)
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, device=device)
+
+
 def normalized_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns RMSNorm(x) * weight in float32 (torch's own rms_norm makes a pass over memory for each arithmetic step on the CPU)."""
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (torch.mul(wide, scale) if wide is x else wide.mul_(scale)).mul_(weight)
+    """Returns RMSNorm(x) * weight in float32: x / hypot(|x|, sqrt(W eps)) * sqrt(W) * weight.
+
+    Of a single block's rows, what an operation costs is its start, and torch's own rms_norm makes one for each arithmetic step.
+    """
+    wide, width = x.float(), x.shape[-1]
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(_scalar((width * eps) ** 0.5, x.device)).mul_(width**-0.5)
+    return (torch.div(wide, norm) if wide is x else wide.div_(norm)).mul_(weight)
 
 
 def rms_norm_torch(x, weight, eps, offset=None, valid=None, out=None):
@@ -54,7 +64,7 @@ def rms_norm_torch(x, weight, eps, offset=None, valid=None, out=None):
     if offset is not None:
         x = x + offset.to(x.dtype)
     if valid is not None:
-        x = x.where(valid[:, None], torch.zeros_like(x))
+        x = torch.where(valid[:, None], x, 0.0)
     y = normalized_torch(x, weight, eps)
     return y.to(x.dtype) if out is None else out.copy_(y)
 

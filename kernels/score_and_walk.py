@@ -12,7 +12,7 @@ its own block's affair, and what the verifier gets is a distribution whatever ha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -273,7 +273,7 @@ def _pick(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _successors_torch(scores: torch.Tensor, rule: str, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what each candidate would be followed by, [N, S, K] int64, and the distribution that is drawn from, [N, S, K, K]."""
     top, successor = scores.max(-1)
-    probs = torch.nn.functional.one_hot(successor, scores.shape[-1]).float()
+    probs = torch.zeros_like(scores).scatter_(-1, successor[..., None], 1.0)
     if rule == "greedy":
         return successor, probs
     warm = ((scores - top[..., None]) / temperature[:, None, None, None]).softmax(-1)
@@ -314,8 +314,8 @@ def score_and_walk_torch(
     live = slice(None) if rows is None else (rows >= 0).nonzero()[:, 0]
     scores, ids = scores[live], ids[live]
     n = len(scores)
-    row = torch.arange(n, device=ids.device) if rows is None else rows[live].long()
-    usable = scores.where(~scores.isnan(), -torch.inf)
+    row: Any = slice(n) if rows is None else rows[live].long()
+    usable = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if rule.startswith("exact"):
         path = _viterbi_torch(usable, rule)
         before = torch.nn.functional.pad(path[:, :-1], (1, 0))
@@ -333,8 +333,7 @@ def score_and_walk_torch(
         before, path = torch.cat(steps[:-1], 1), torch.cat(steps[1:], 1)
         probs = _pick(probs, before)
     z = _pick(usable, before)
-    hopeless = (z.amax(-1, keepdim=True) == -torch.inf) & (torch.arange(topk, device=ids.device) == 0)
-    z = z.masked_fill_(hopeless, 0.0)
+    z[..., :1].masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0.0)
     tokens = _pick(ids, path)
     for buffer, value in zip(result, (tokens, path, z, probs, scores)):
         buffer[live] = value
@@ -343,6 +342,7 @@ def score_and_walk_torch(
     if draft_logits is not None:
         table, cached_ids = draft_logits
         slot = torch.arange(slots, device=ids.device)[:, None]
+        row = torch.arange(n, device=ids.device) if rows is None else row
         table[row[:, None, None], slot, cached_ids[row]] = -torch.inf
         entries = z if rule == "sampled" else probs.log()
         entries = entries[..., None, :].where(ids[..., None] == ids[..., None, :], -torch.inf).amax(-1)  # as the kernel, for equal ids

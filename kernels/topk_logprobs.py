@@ -163,43 +163,44 @@ def _unpack_torch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)
 
 
-def _survey_torch(x: torch.Tensor, run: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the maxima of runs of `run` columns of x [n, C], [n, ceil(C / run)], and the log-sum-exp's two terms, [n, 2]."""
-    peaks, lse = [], []
-    whole = x.shape[1] // run * run
-    for rows in x.split(1):  # a row and its exponentials stay in the cache
-        wide = rows.float()
-        parts = [wide[:, :whole].unflatten(1, (-1, run)).amax(-1)] if whole else []
-        if whole < x.shape[1]:
-            parts.append(wide[:, whole:].amax(-1, keepdim=True))
-        peak = torch.cat(parts, 1)
-        top = peak.amax(-1, keepdim=True)
-        top = torch.where(top.isinf(), 0.0, top)
-        relative = torch.sub(wide, top) if wide is rows else wide.sub_(top)
-        peaks.append(peak)
-        lse.append(torch.cat((top, relative.exp_().sum(-1, keepdim=True).log_()), 1))
-    return torch.cat(peaks), torch.cat(lse)
+_CHUNK = 1 << 19  # columns that stay in a cache while a few passes go over them
 
 
 def _shard_torch(logits: torch.Tensor, k: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns ids, values [n, k] and log-sum-exp [n, 2] of the shard; like the kernels, by runs of columns."""
-    x, run = logits[:, :vocab_size], 256
-    peak, lse = _survey_torch(x, run)
-    if lse.isnan().any():
-        x = x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        peak, lse = _survey_torch(x, run)
-    position = torch.arange(peak.shape[1], device=x.device)
-    _, chosen = _unpack_torch(_pack_torch(peak, position).topk(min(k, len(position)), dim=-1).values)
-    columns = (chosen[..., None] * run + torch.arange(run, device=x.device)).flatten(1)
-    real = columns < vocab_size
-    keys = _pack_torch(x.gather(1, columns.clamp_max(vocab_size - 1)), columns)
-    keys = keys.masked_fill_(~real, torch.iinfo(torch.int64).min)
-    values, ids = _unpack_torch(keys.topk(min(k, vocab_size), dim=-1).values)
+    """Returns ids, values [n, k] and log-sum-exp [n, 2] of the shard."""
+    parts = [_rows_torch(rows, min(k, vocab_size)) for rows in logits[:, :vocab_size].split(max(_CHUNK // vocab_size, 1))]
+    ids, values, lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts))
     short = k - ids.shape[1]  # a shard may hold fewer columns than k
     if short:
         ids = torch.nn.functional.pad(ids, (0, short), value=NO_ID)
         values = torch.nn.functional.pad(values, (0, short), value=-torch.inf)
     return ids, values, lse
+
+
+def _rows_torch(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what `_shard_torch` does, of a few rows."""
+    wide = x.float()
+    values, ids = wide.topk(min(2 * k, x.shape[1]))
+    if values[:, 0].isnan().any():  # a NaN is the greatest to torch
+        wide = wide.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        values, ids = wide.topk(len(values[0]))
+    if values.shape[1] < x.shape[1] and (values[:, k - 1] == values[:, -1]).any():
+        values, ids = _largest_torch(wide, k)
+    else:
+        # Whatever equals the k-th value is at hand. torch leaves the order of equal values open.
+        ids, order = ids.sort()
+        values, order = values.gather(1, order).sort(descending=True, stable=True)
+        values, ids = values[:, :k], ids.gather(1, order)[:, :k]
+    top = values[:, :1]
+    top = torch.where(top.isinf(), 0.0, top)
+    relative = torch.sub(wide, top) if wide is x else wide.sub_(top)
+    return ids, values, torch.cat((top, relative.exp_().sum(-1, keepdim=True).log_()), 1)
+
+
+def _largest_torch(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the k largest of each row and their columns, with any number of equal values."""
+    keys = _pack_torch(x, torch.arange(x.shape[1], device=x.device)).topk(k).values
+    return _unpack_torch(keys)
 
 
 KS = (1, 2, 4, 8, 16)

@@ -34,7 +34,7 @@ from vllm_lilicorr.kernels._triton import check_shape, use_triton
 from vllm_lilicorr.kernels.anchor_fusion import anchor_operand
 from vllm_lilicorr.kernels.bias_silu import bias_silu
 from vllm_lilicorr.kernels.fused_linear import Norm, fused_linear
-from vllm_lilicorr.kernels.lattice_attention import lattice_attention
+from vllm_lilicorr.kernels.lattice_attention import lattice_attention, lattice_bias
 from vllm_lilicorr.kernels.lattice_nodes import FeatureWeights, lattice_nodes
 from vllm_lilicorr.kernels.linear import PackedLinear
 from vllm_lilicorr.kernels.rms_norm import rms_norm
@@ -246,6 +246,9 @@ class FusedLiLiCorrHead:
 
         def buffer(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+        # The kernel adds the two tables itself.
+        self.attention_bias = None if self.kernels else lattice_bias(self.relative_slot_bias, self.same_slot_bias, slots, topk)
 
         self._stream, self._fused = buffer(rows, self.width), buffer(rows, 2 * self.width)
         hidden = self.hidden if self.projected else 0
@@ -463,7 +466,7 @@ class FusedLiLiCorrHead:
         out = self._rows("_attended", len(qkv))
         q, k, v = qkv.view(n, -1, 3, self.num_heads, self.width // self.num_heads).unbind(2)
         attended = lattice_attention(
-            q, k, v, self.relative_slot_bias, self.same_slot_bias, self.topk, None if out is None else out.view(q.shape)
+            q, k, v, self.relative_slot_bias, self.same_slot_bias, self.topk, None if out is None else out.view(q.shape), self.attention_bias
         )
         return attended.view(len(qkv), self.width)
 
