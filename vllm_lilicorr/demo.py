@@ -91,17 +91,23 @@ def main(argv: list[str] | None = None) -> int:
     prompts = _prompts(args)
     slots = _slots(args.num_speculative_tokens, draft)
     args.dtype = args.dtype or _dtype()
-    candidates = args.candidate_dtype or _candidate_dtype(args.dtype)
-    common = {"model": str(draft), "num_speculative_tokens": slots, "candidate_dtype": candidates}
+    narrow = args.draft_dtype or _draft_dtype(args.dtype)
+    threshold = _served(draft).get("confidence_threshold", 0) if args.confidence_threshold is None else args.confidence_threshold
+    if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+        raise UserError(f"--confidence-threshold: must be at least 0 and below 1, got {threshold}")
+    common = {
+        "model": str(draft), "num_speculative_tokens": slots, "draft_dtype": narrow, "confidence_threshold": threshold,
+    }  # fmt: skip
     variants: list[tuple[str, dict[str, Any] | None]] = [
         ("LiLiCorr", {**common, "path_rule": "greedy"}),
         ("head off", {**common, "path_rule": "argmax"}),
         ("no drafts", None),
     ]
     print(
-        f"target {target}\ndrafter {draft}, {slots} tokens a block\n"
+        f"target {target}\ndrafter {draft}, {slots} tokens a block"
+        f"{f', verified while the head trusts them to {threshold}' if threshold else ''}\n"
         f"{len(prompts)} prompts, at most {args.max_tokens} tokens each, {args.dtype}"
-        f"{'' if candidates == 'auto' else f', the drafts chosen in {candidates}'}\n"
+        f"{'' if narrow == 'auto' else f', drafted in {narrow}'}\n"
     )
     runs, ties = [], []
     with _terminable():
@@ -122,8 +128,8 @@ def _dtype() -> str:
     return "auto" if torch.cuda.is_available() else "float32"
 
 
-def _candidate_dtype(dtype: str) -> str:
-    """Return what draws the candidates fastest: bfloat16 for a float32 target on a processor that multiplies it."""
+def _draft_dtype(dtype: str) -> str:
+    """Return what drafts fastest: bfloat16 for a float32 target on a processor that multiplies it."""
     try:
         processor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -151,8 +157,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", help="what the servers compute in, as vLLM names it (default: float32 on a CPU, the target's on a GPU)"
     )
     parser.add_argument(
-        "--candidate-dtype", choices=["auto", "bfloat16"],
-        help="what the candidates are drawn in (default: bfloat16 for a float32 target where the processor multiplies it)",
+        "--draft-dtype", choices=["auto", "bfloat16"],
+        help="what drafting multiplies in (default: bfloat16 for a float32 target where the processor multiplies it)",
+    )
+    parser.add_argument(
+        "--confidence-threshold", type=float,
+        help="end a block where its next draft is less likely to be accepted than this (default: what its lilicorr.json names)",
     )
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest prompt and answer together (default 1024)")
     parser.add_argument("--gpu-memory-utilization", type=float, help="as vLLM has it; the share of memory a server takes")
@@ -211,18 +221,30 @@ def _prompts(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [prompt for row in itertools.zip_longest(*by_kind) for prompt in row if prompt]
 
 
+def _served(draft: Path) -> dict[str, Any]:
+    """Return what the drafter's own serving file asks for; empty where there is none.
+
+    Raises UserError where the file cannot be read, or names no number of tokens.
+    """
+    file = draft / "lilicorr.json"
+    if not file.exists():
+        return {}
+    try:
+        served = dict(json.loads(file.read_text(encoding="utf-8")))
+        served["num_speculative_tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: names no num_speculative_tokens ({error}); mend or remove the file") from None
+    return served
+
+
 def _slots(wanted: int | None, draft: Path) -> int:
     """Return how many tokens to draft: what is asked for, else what the drafter's own serving file names, else all its slots.
 
     Raises UserError where the drafter has not so many, or the file cannot be read.
     """
-    most, file, source = DraftConfig.load(draft).num_slots, draft / "lilicorr.json", "--num-speculative-tokens"
-    if wanted is None and file.exists():
-        try:
-            wanted = json.loads(file.read_text(encoding="utf-8"))["num_speculative_tokens"]
-            source = f"{file}: num_speculative_tokens"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file}: names no num_speculative_tokens ({error}); mend or remove the file") from None
+    most, served, source = DraftConfig.load(draft).num_slots, _served(draft), "--num-speculative-tokens"
+    if wanted is None and served:
+        wanted, source = served["num_speculative_tokens"], f"{draft / 'lilicorr.json'}: num_speculative_tokens"
     if wanted is None:
         return most
     if not isinstance(wanted, int) or not 1 <= wanted <= most:

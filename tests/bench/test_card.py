@@ -128,23 +128,28 @@ def test_a_run_without_steps_is_said(tmp_path):
         card.read_metrics(tmp_path)
 
 
-def test_the_fastest_length_is_taken_from_what_was_served(made, tmp_path):
+@pytest.mark.parametrize(("threshold_rate", "asked"), [(120.0, (2, None)), (150.0, (4, 0.1))])
+def test_the_fastest_length_and_threshold_are_taken_from_what_was_served(made, tmp_path, threshold_rate, asked):
     digest = checkpoint_digest(tmp_path / "smollm2-135m")
     served = Results(tmp_path / "lengths", ["python", "-m", "vllm_lilicorr.bench", "serve", "--output", "lengths"])
     # Tokens a second: 100 without drafts. Two tokens a block gain most; another drafter, and a busier server, say otherwise.
-    rates = {("n2", 1, digest, 2): 140.0, ("n4", 1, digest, 4): 130.0, ("other", 1, "f00d", 3): 190.0}
-    rates |= {("n4", 8, digest, 4): 180.0}
+    rates = {("n2", 1, digest, 2, 0): 140.0, ("n4", 1, digest, 4, 0): 130.0, ("other", 1, "f00d", 3, 0): 190.0}
+    rates |= {("n4", 8, digest, 4, 0): 180.0, ("t", 1, digest, 4, 0.1): threshold_rate}
     plain = {"tokens_per_second": 100.0, "drafts": 0, "accepted": 0}
     for concurrency in (1, 8):
         served.put(f"serve/serve/T0/gsm8k/c{concurrency}/none/round0", {"system": {"draft": None}}, plain)
-    for (name, concurrency, checkpoint, length), rate in rates.items():
+    for (name, concurrency, checkpoint, length, threshold), rate in rates.items():
         settings = {"system": {"draft": name, "checkpoint": checkpoint, "num_speculative_tokens": length}}
+        settings["system"] |= {"confidence_threshold": threshold} if threshold else {}
         result = {"tokens_per_second": rate, "drafts": 10, "accepted": 5 * length}
         served.put(f"serve/serve/T0/gsm8k/c{concurrency}/{name}/round0", settings, result)
     at = made.index("--num-speculative-tokens")
     bench([*made[:at], *made[at + 2 :], "--lengths", str(tmp_path / "lengths")])
     text = (tmp_path / "smollm2-135m/README.md").read_text()
-    assert json.loads((tmp_path / "smollm2-135m/lilicorr.json").read_text())["num_speculative_tokens"] == 2
-    assert cells(text, "2") == ["2", "2.000", "1.400"] and cells(text, "4") == ["4", "3.000", "1.300"]
+    found = json.loads((tmp_path / "smollm2-135m/lilicorr.json").read_text())
+    assert (found["num_speculative_tokens"], found.get("confidence_threshold")) == asked
+    rows = ("| 2 | none | 2.000 | 1.400 |", "| 4 | none | 3.000 | 1.300 |", f"| 4 | 0.1 | 3.000 | {threshold_rate / 100:.3f} |")
+    assert [line for line in text.splitlines() if line.startswith(("| 2 |", "| 4 |"))] == list(rows)
+    assert ("confidence threshold of 0.1" in text) == (asked[1] is not None)
     with pytest.raises(UserError, match="holds no speed of the drafter in"):
         card.fastest(Results.read(tmp_path / "out"), tmp_path / "smollm2-135m")

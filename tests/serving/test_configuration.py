@@ -100,7 +100,8 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("defaults", model(ours)),
         ("options", model(ours, num_speculative_tokens=3, path_rule="exact", method="dflash")),
         ("dashes", model(ours, **{"num-speculative-tokens": 2})),
-        ("narrow candidates", model(ours, candidate_dtype="bfloat16")),
+        ("narrow candidates", model(ours, draft_dtype="bfloat16")),
+        ("threshold", model(ours, confidence_threshold=0.1)),
         ("stock backend", model(ours, backend="stock")),
         ("file", {"model": str(target), "speculative_config": str(root / "good.json")}),
         ("flags", {"model": str(target), "spec_model": ours, "spec_tokens": 3}),
@@ -137,9 +138,13 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("unknown inline", model(ours, path_rul="greedy")),
         ("bad rule", model(ours, path_rule="greedi")),
         ("bad backend", model(ours, backend="stok")),
-        ("bad dtype", model(ours, candidate_dtype="bfloat")),
-        ("narrow without candidates", model(others["dspark"], candidate_dtype="bfloat16")),
-        ("narrow stock", model(ours, backend="stock", candidate_dtype="bfloat16")),
+        ("bad dtype", model(ours, draft_dtype="bfloat")),
+        ("threshold of one", model(ours, confidence_threshold=1)),
+        ("threshold in words", model(ours, confidence_threshold="0.1")),
+        ("threshold without candidates", model(others["dspark"], confidence_threshold=0.1)),
+        ("threshold stock", model(ours, backend="stock", confidence_threshold=0.1)),
+        ("narrow without candidates", model(others["dspark"], draft_dtype="bfloat16")),
+        ("narrow stock", model(ours, backend="stock", draft_dtype="bfloat16")),
         ("too many", model(ours, num_speculative_tokens=8)),
         ("none", model(ours, num_speculative_tokens=0)),
         ("method", model(ours, method="eagle3")),
@@ -190,8 +195,9 @@ def test_options_reach_the_workers(outcomes: dict[str, Any]) -> None:
     found = outcomes["options"]["ok"]
     assert found["num_speculative_tokens"] == 3 and found["options"]["path_rule"] == "exact"
     assert outcomes["dashes"]["ok"]["num_speculative_tokens"] == 2
-    assert outcomes["narrow candidates"]["ok"]["options"]["candidate_dtype"] == "bfloat16"
-    assert found["options"]["candidate_dtype"] == "auto"
+    assert outcomes["narrow candidates"]["ok"]["options"]["draft_dtype"] == "bfloat16"
+    assert found["options"]["draft_dtype"] == "auto" and found["options"]["confidence_threshold"] == 0
+    assert outcomes["threshold"]["ok"]["options"]["confidence_threshold"] == 0.1
     assert outcomes["flags"]["ok"]["num_speculative_tokens"] == 3
 
 
@@ -261,9 +267,13 @@ def test_configurations_that_are_not_ours_pass_through(outcomes: dict[str, Any])
         ("unknown inline", ["path_rul", "did you mean 'path_rule'"]),
         ("bad rule", ["path_rule", "greedi", "did you mean 'greedy'"]),
         ("bad backend", ["backend", "did you mean 'stock'"]),
-        ("bad dtype", ["candidate_dtype", "did you mean 'bfloat16'"]),
-        ("narrow without candidates", ["candidate_dtype", "Qwen3DSparkModel has none"]),
-        ("narrow stock", ["stock", "remove candidate_dtype"]),
+        ("bad dtype", ["draft_dtype", "did you mean 'bfloat16'"]),
+        ("narrow without candidates", ["draft_dtype", "Qwen3DSparkModel has none"]),
+        ("narrow stock", ["stock", "draft_dtype", "remove one"]),
+        ("threshold of one", ["confidence_threshold", "below 1", "got 1"]),
+        ("threshold in words", ["confidence_threshold", '"0.1"']),
+        ("threshold without candidates", ["confidence_threshold", "Qwen3DSparkModel has none"]),
+        ("threshold stock", ["stock", "confidence_threshold", "remove one"]),
         ("too many", ["num_speculative_tokens", "1..7", "got 8"]),
         ("none", ["num_speculative_tokens", "1..7", "got 0"]),
         ("method", ["eagle3", "dflash"]),

@@ -42,7 +42,7 @@ def test_candidates_are_drawn_in_what_the_processor_multiplies(monkeypatch: pyte
         ("flags: avx512_bf16", "bfloat16", "auto"),
     ):
         monkeypatch.setattr(Path, "read_text", lambda *_, flags=flags, **__: flags)
-        assert demo._candidate_dtype(dtype) == drawn
+        assert demo._draft_dtype(dtype) == drawn
 
 
 @pytest.mark.parametrize(

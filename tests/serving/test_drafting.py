@@ -32,7 +32,7 @@ LATTICES = [name for name in HEADS if "exact" in METHODS[type(pairs.HEADS[name][
 class Served:
     """The served model of one rank: a target's vocabulary and a random head."""
 
-    tp_size, shard_size = 1, VOCAB
+    tp_size, shard_size, head_dtype = 1, VOCAB, None
     config = SimpleNamespace(vocab_size=VOCAB)
 
     def __init__(self, name: str) -> None:
@@ -290,7 +290,7 @@ def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(mon
     served, proposer = Served("lilicorr"), object.__new__(v1.DraftProposer)
     shared = SimpleNamespace(embed_tokens=None)  # the layer that vLLM shares with the target
     vars(served).update(
-        model=shared, check_vocabulary=lambda target: None, lay_out_candidates=lambda: None, set_block_width=lambda width: None
+        model=shared, check_vocabulary=lambda target: None, lay_out_products=lambda: None, set_block_width=lambda width: None
     )
     vars(proposer).update(
         device=torch.device("cpu"), model=served, max_batch_size=8, num_speculative_tokens=SLOTS, runner=None, _width=0,
@@ -323,7 +323,7 @@ def test_only_a_plain_embedding_of_one_rank_is_gathered_from_here() -> None:
 
 
 @pytest.mark.slow
-def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_taken_in_the_precision_that_is_asked_for() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from vllm_lilicorr.errors import UserError
@@ -332,12 +332,14 @@ def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: py
     weight, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(3, HIDDEN)
 
     def logits(asked: str, weight: Tensor = weight) -> Tensor:
-        monkeypatch.setattr(model, "served_options", lambda config: {"candidate_dtype": asked})
         served = SimpleNamespace(
-            config=None, _narrow_head=None, lm_head=SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod()),
+            _narrow=asked != "auto", _narrow_head=None,
+            lm_head=SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod()),
             candidate_logits=lambda head, x, skip_gather: x @ head.weight.t(),
         )  # fmt: skip
-        model.ServedDraft.lay_out_candidates(served)  # type: ignore[arg-type]
+        model.ServedDraft.lay_out_products(served)  # type: ignore[arg-type]
+        narrow = asked != "auto" and weight.dtype == torch.float32
+        assert model.ServedDraft.head_dtype.fget(served) == (torch.bfloat16 if narrow else None)  # type: ignore[attr-defined]
         return model.ServedDraft.shard_logits(served, hidden.to(weight.dtype))  # type: ignore[arg-type]
 
     exact, narrow = logits("auto"), logits("bfloat16")
@@ -347,9 +349,27 @@ def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: py
     torch.testing.assert_close(narrow.float(), rounded, atol=1e-2, rtol=1e-2)
     # A target in bfloat16 has them anyway, and nothing is copied.
     assert torch.equal(logits("bfloat16", weight.bfloat16()), hidden.bfloat16() @ weight.bfloat16().t())
-    quantised = SimpleNamespace(config=None, lm_head=SimpleNamespace(quant_method=object()))  # which may have no `weight`
+    quantised = SimpleNamespace(_narrow=True, lm_head=SimpleNamespace(quant_method=object()))  # which may have no `weight`
     with pytest.raises(UserError, match="quantised"):
-        model.ServedDraft.lay_out_candidates(quantised)  # type: ignore[arg-type]
+        model.ServedDraft.lay_out_products(quantised)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_narrow_layer_multiplies_in_bfloat16_and_hands_on_what_it_was_given() -> None:
+    from vllm_lilicorr.serving.model import NarrowLinear
+
+    weight, bias, x = torch.randn(24, HIDDEN), torch.randn(24), torch.randn(2, 3, HIDDEN)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    method = NarrowLinear()
+    method.process_weights_after_loading(layer)
+    assert layer.weight.numel() == 0, "the float32 weight is kept beside the copy"
+    expected = x.bfloat16().float() @ weight.bfloat16().float().t()
+    for given in (None, bias):
+        y = method.apply(layer, x, given)
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(y, expected + (0 if given is None else bias), atol=5e-2, rtol=1e-2)
+    assert not torch.equal(method.apply(layer, x), x @ weight.t())
 
 
 def test_the_embedding_is_left_as_it_is_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,13 +94,30 @@ def test_drafts_equal_the_references_up_to_the_targets_end(pair: tuple[Path, Pat
     compare_drafts(pair[0], pair[1], to_the_end, 1).check()
 
 
-def test_candidates_in_bfloat16_change_drafts_at_most(pair: tuple[Path, Path]) -> None:
+def test_drafting_in_bfloat16_changes_drafts_at_most(pair: tuple[Path, Path]) -> None:
     done = run(
-        *pair, [{"prompts": SHORT, "params": [{**GREEDY, "max_tokens": 24}] * 3}], speculative={"candidate_dtype": "bfloat16"}
+        *pair, [{"prompts": SHORT, "params": [{**GREEDY, "max_tokens": 24}] * 3}], speculative={"draft_dtype": "bfloat16"}
     )
     tally = compare_outputs(pair[0], _phases(done))
     tally.check()
     assert tally.compared == 72 and done.acceptance_length() > 1.5
+
+
+def test_a_confidence_threshold_ends_blocks_early_and_changes_no_token(pair: tuple[Path, Path]) -> None:
+    phases = [{"prompts": SHORT, "params": [{**GREEDY, "max_tokens": 24}] * 3, "serial": True}]
+    whole, cut = (run(*pair, phases, speculative={"confidence_threshold": threshold}) for threshold in (0.0, 0.5))
+    tally = compare_outputs(pair[0], _phases(cut))
+    tally.check()
+    assert tally.compared == 72
+    lengths = set()
+    for i in range(3):
+        blocks = {block["anchor"]: block["drafts"] for block in whole.blocks(0, i)}
+        for block in cut.blocks(0, i):
+            lengths.add(len(block["drafts"]))
+            if block["anchor"] in blocks:
+                assert block["drafts"] == blocks[block["anchor"]][: len(block["drafts"])]
+    assert min(lengths) == 1 and max(lengths) > 1
+    assert {len(block["drafts"]) for i in range(3) for block in whole.blocks(0, i)} == {SLOTS}
 
 
 def test_acceptance_length_is_the_references(pair: tuple[Path, Path], short_draft: Path, mixed: Run) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pairs
 import pytest
@@ -20,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT)]
 
 PROMPT = [0, 1, 2, 3, 1, 0, 2, 2]
 ALPHA = 1e-4
+THRESHOLD = 0.3
 # With 15 degrees of freedom and a test at ALPHA, 1,536 draws find a deviation of w = 0.18 (Cohen's) 9 times in 10, and 6,144
 # draws one of w = 0.09: w = sqrt(sum (p - p0)^2 / p0).
 DRAWS = {"v1": 6144, "v2": 1536}
@@ -55,16 +58,17 @@ def _four_tokens(factory: pytest.TempPathFactory, head: str) -> tuple[Path, Path
     return target, root / "draft"
 
 
-def _expected(target: Path) -> torch.Tensor:
-    """Return P [4, 4] of the first two tokens behind PROMPT at temperature 1."""
+def _expected(target: Path, tokens: int = 2) -> torch.Tensor:
+    """Return P [4, .., 4] of the first `tokens` tokens behind PROMPT at temperature 1."""
     loaded = load_target(target)
-    ids = torch.tensor([[*PROMPT, token] for token in range(4)])
-    logits = loaded.logits(loaded.forward(ids, torch.arange(ids.shape[1]).expand(4, -1)).final)
-    return logits[0, -2].softmax(-1)[:, None] * logits[:, -1].softmax(-1)
+    ids = torch.tensor([[*PROMPT, *behind] for behind in itertools.product(range(4), repeat=tokens)])
+    logits = loaded.logits(loaded.forward(ids, torch.arange(ids.shape[1]).expand(len(ids), -1)).final)
+    drawn = logits[:, -tokens - 1 : -1].log_softmax(-1).gather(-1, ids[:, -tokens:, None])
+    return drawn.sum((1, 2)).exp().view([4] * tokens)
 
 
 def _p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the chi-square test's p-value of counts [4, 4] against probabilities [4, 4]."""
+    """Return the chi-square test's p-value of counts [4, .., 4] against probabilities [4, .., 4]."""
     total = observed.sum()
     assert float(expected.min() * total) > 5, "a cell is too rare for the test"
     statistic = ((observed - expected * total) ** 2 / (expected * total)).sum()
@@ -72,22 +76,29 @@ def _p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.special.gammaincc(degrees / 2, statistic / 2))
 
 
-def _drawn(four_tokens: tuple[Path, Path], runner: str, release: str = "0.32", falsify: bool = False) -> Run:
+def _drawn(
+    four_tokens: tuple[Path, Path],
+    runner: str,
+    release: str = "0.32",
+    falsify: bool = False,
+    tokens: int = 2,
+    **speculative: Any,
+) -> Run:
     count = DRAWS[runner]
-    params = [
-        {"temperature": 1.0, "max_tokens": 2, "seed": 1000 + i, "ignore_eos": True, "detokenize": False} for i in range(count)
-    ]
+    every = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    params = [{**every, "seed": 1000 + i} for i in range(count)]
     return run(
         *four_tokens, [{"prompts": [PROMPT] * count, "params": params}], runner=runner, release=release, falsify=falsify,
         env=ENVIRONMENT[runner],
-        speculative={"draft_sample_method": "probabilistic"}, skip_tokenizer_init=True, max_model_len=32, max_num_seqs=128,
+        speculative={"draft_sample_method": "probabilistic", **speculative}, skip_tokenizer_init=True, max_model_len=32,
+        max_num_seqs=128,
         max_num_batched_tokens=2048, enable_prefix_caching=False, timeout=TIMEOUT,
     )  # fmt: skip
 
 
-def _counts(done: Run) -> torch.Tensor:
-    tally = Counter(tuple(tokens) for tokens in done.tokens(0))
-    return torch.tensor([[float(tally[a, b]) for b in range(4)] for a in range(4)])
+def _counts(done: Run, tokens: int = 2) -> torch.Tensor:
+    tally = Counter(map(tuple, done.tokens(0)))
+    return torch.tensor([float(tally[drawn]) for drawn in itertools.product(range(4), repeat=tokens)]).view([4] * tokens)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -108,6 +119,16 @@ def test_so_are_dsparks_whose_proposal_is_over_the_whole_vocabulary(four_tokens_
     done = _drawn(four_tokens_dspark, runner)
     p = _p_value(_counts(done), _expected(four_tokens_dspark[0]))
     print(f"{runner}: {DRAWS[runner]} draws, p = {p:.3f}, tau {done.acceptance_length():.2f}")
+    assert p > ALPHA
+
+
+def test_so_are_those_of_blocks_that_a_confidence_threshold_ends(four_tokens: tuple[Path, Path]) -> None:
+    """Three tokens: whether a block's second draft is verified depends on what was drawn before it."""
+    done = _drawn(four_tokens, "v1", tokens=3, confidence_threshold=THRESHOLD)
+    lengths = Counter(len(block["drafts"]) for block in done.trace)
+    p = _p_value(_counts(done, 3), _expected(four_tokens[0], 3))
+    print(f"v1: {DRAWS['v1']} draws, p = {p:.3f}, tau {done.acceptance_length():.2f}, blocks of each length {dict(lengths)}")
+    assert min(lengths[1], lengths[2] + lengths[3]) > 500, "the threshold decides nothing"
     assert p > ALPHA
 
 

@@ -14,7 +14,7 @@ DATA=${DATA:-data/smollm2-135m}
 RUNS=${RUNS:-runs/smollm2-135m}
 TARGET=models/smollm2-135m-instruct
 # What the machine multiplies fast: bfloat16 where the processor has it, else float32 (without it, bfloat16 is emulated).
-if grep -q -m1 -E 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo; then DTYPE=bfloat16 PRECISION=bf16; else DTYPE=float32 PRECISION=fp32; fi
+if grep -q -m1 -E 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo; then DTYPE=bfloat16 PRECISION=bf16 NARROW=bfloat16; else DTYPE=float32 PRECISION=fp32 NARROW=auto; fi
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 $PYTHON -m vllm_lilicorr.smollm2 $TARGET
@@ -52,12 +52,13 @@ $PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$LI
     --prompts-dir "$DATA/prompts/heldout" \
     --max-tokens "${MAX_TOKENS:-256}" --temperature 0 --processes 2 --output "$RUNS/acceptance"
 
-# How many tokens to draft is chosen by speed, on conversations that were neither trained on nor are what the drafter is judged by.
-# Five servers at once: 14 GB.
+# How many tokens to draft, and from which confidence on to verify them, is chosen by speed, on conversations that were neither
+# trained on nor are what the drafter is judged by. Seven servers at once: 18 GB.
 unset OMP_NUM_THREADS
 $PYTHON trainer/held_out_prompts.py "${config[@]}" --prompts "$DATA/prompts/train.jsonl" --out "$DATA/prompts/development/development.jsonl"
 systems=()
-for n in 2 3 5; do systems+=("n$n=$LILICORR/export,num_speculative_tokens=$n"); done
+for threshold in 0.05 0.1 0.2 0.3; do systems+=("t$threshold=$LILICORR/export,draft_dtype=$NARROW,num_speculative_tokens=7,confidence_threshold=$threshold"); done
+systems+=("n3=$LILICORR/export,draft_dtype=$NARROW,num_speculative_tokens=3")
 $PYTHON -m vllm_lilicorr.bench serve --target $TARGET --prompts-dir "$DATA/prompts/development" --num-prompts 8 --max-tokens 64 \
     --systems "${systems[@]}" --concurrency 1 --repeats 2 --dtype float32 \
     --max-model-len 2048 --together --output "$RUNS/lengths"

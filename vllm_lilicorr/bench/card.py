@@ -65,16 +65,21 @@ def main(args: argparse.Namespace) -> int:
     folder = resolve_folder(args.checkpoint)
     config = DraftConfig.load(folder)
     slots, lengths = config.num_slots if args.num_speculative_tokens is None else args.num_speculative_tokens, ""
+    served: dict[str, Any] = {"model": ".", "num_speculative_tokens": slots}
     if args.lengths:
-        slots, lengths = fastest(Results.read(args.lengths), folder)
+        (slots, threshold), lengths = fastest(Results.read(args.lengths), folder)
+        served["num_speculative_tokens"] = slots
+        if threshold:
+            served["confidence_threshold"] = threshold
     if not 1 <= slots <= config.num_slots:
         raise UserError(f"--num-speculative-tokens: must lie in 1..{config.num_slots}, the drafter's slots; got {slots}")
     results = Results.read(args.results)
     _require_measured(results, folder)
     sections = [training(args.run, args.beside, args.made_by), measured(results), *filter(None, [lengths, args.note])]
-    write_file_atomically(folder / SERVING, json.dumps({"model": ".", "num_speculative_tokens": slots}, indent=2) + "\n")
+    write_file_atomically(folder / SERVING, json.dumps(served, indent=2) + "\n")
     write_file_atomically(
-        folder / "README.md", model_card(config, count_parameters(_empty(config)), slots, "\n\n".join(sections))
+        folder / "README.md",
+        model_card(config, count_parameters(_empty(config)), slots, "\n\n".join(sections), served.get("confidence_threshold", 0)),
     )
     print(f"{folder}: README.md and {SERVING} are written")
     return 0
@@ -96,15 +101,15 @@ def _require_measured(results: Results, folder: Path) -> None:
         raise UserError(f"{results.path}: holds no acceptance of the drafter in {folder}; run 'bench acceptance' with it first")
 
 
-def fastest(results: Results, folder: Path) -> tuple[int, str]:
-    """Return how many drafted tokens were fastest, and the section that shows it.
+def fastest(results: Results, folder: Path) -> tuple[tuple[int, float], str]:
+    """Return how many drafted tokens and which confidence threshold were fastest, and the section that shows it.
 
     Of the drafter in `folder`, at temperature 0 and the lowest concurrency, by the mean speed-up over the benchmarks. Raises
     UserError where nothing of it was measured.
     """
     digest = checkpoint_digest(folder)
     lengths = {
-        place[4]: settings["system"]["num_speculative_tokens"]
+        place[4]: (settings["system"]["num_speculative_tokens"], settings["system"].get("confidence_threshold", 0))
         for place, settings, _ in results.under("serve/")
         if settings["system"].get("checkpoint") == digest and "num_speculative_tokens" in settings["system"]
     }
@@ -116,17 +121,19 @@ def fastest(results: Results, folder: Path) -> tuple[int, str]:
         measured = [cell for cell in some if system in cell]
         if measured:
             tau, speed_up = (np.mean([of(cell, system) for cell in measured]) for of in (report.served_tau, report.speed_up))
-            rows[length] = (float(tau), float(speed_up))
+            rows[length] = float(tau), float(speed_up)
     if not rows:
         raise UserError(
             f"{results.path}: holds no speed of the drafter in {folder} with a num_speculative_tokens; run 'bench serve' with "
             "--systems n3=CKPT,num_speculative_tokens=3 and the like first"
         )
     best = max(rows, key=lambda length: rows[length][1])
-    shown = table(["Tokens a block", "tau", "Speed-up"], [[str(n), number(tau, 3), number(up, 3)] for n, (tau, up) in rows.items()])
+    lines = [[str(n), str(threshold or "none"), number(tau, 3), number(up, 3)] for (n, threshold), (tau, up) in rows.items()]
+    shown = table(["Tokens a block", "Confidence threshold", "tau", "Speed-up"], lines)
     text = (
         f"## Tokens a block\n\nOn conversations of the corpus that were held out for development, concurrency {least}, measured on "
-        f"{describe(results.machine)}; {best} were fastest:\n\n{shown}"
+        f"{describe(results.machine)}; {best[0]} {f'and a threshold of {best[1]}' if best[1] else 'without a threshold'} were "
+        f"fastest:\n\n{shown}"
     )
     return best, text
 

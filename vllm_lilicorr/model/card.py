@@ -11,10 +11,12 @@ SERVING = "lilicorr.json"
 """The file of serving options that may stand in a checkpoint's folder; its `model` is the folder itself."""
 
 
-def model_card(config: DraftConfig, parameters: dict[str, int], drafts: int | None = None, sections: str = "") -> str:
+def model_card(
+    config: DraftConfig, parameters: dict[str, int], drafts: int | None = None, sections: str = "", threshold: float = 0
+) -> str:
     """Return README.md of a checkpoint: method, target, geometry, `sections` of Markdown on its making, how to serve.
 
-    drafts: num_speculative_tokens of the SERVING file in the folder; None where there is none.
+    drafts, threshold: num_speculative_tokens and confidence_threshold of the SERVING file beside it; None where there is none.
     """
     target = config.target_name or "TARGET"
     method = config.architecture.removesuffix("DraftModel")
@@ -23,7 +25,8 @@ def model_card(config: DraftConfig, parameters: dict[str, int], drafts: int | No
     options = json.dumps({"model": "PATH/OF/THIS/FOLDER", "num_speculative_tokens": config.num_slots}, indent=2)
     written = f"`{SERVING}`:\n\n```json\n{options}\n```\n\n```\nvllm serve {target} --speculative-config {SERVING}\n```"
     beside = (
-        f"`{SERVING}` beside this file asks for {drafts} of the {config.num_slots} tokens a block:\n\n"
+        f"`{SERVING}` beside this file asks for {drafts} of the {config.num_slots} tokens a block"
+        f"{f', at a confidence threshold of {threshold}' if threshold else ''}:\n\n"
         f"```\nvllm serve {target} --speculative-config PATH/OF/THIS/FOLDER/{SERVING}\n```"
     )
     serve = written if drafts is None else beside

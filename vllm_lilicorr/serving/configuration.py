@@ -26,8 +26,9 @@ logger = logging.getLogger("vllm.vllm_lilicorr")
 BACKENDS = ("lilicorr", "stock")
 # What runs the V1 proposer and the V2 speculator that ours derive from, whatever the head behind the block.
 METHOD = "dflash"
-CANDIDATE_DTYPES = ("auto", "bfloat16")
-OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS, "candidate_dtype": CANDIDATE_DTYPES}
+DRAFT_DTYPES = ("auto", "bfloat16")
+# None: a number, checked by itself.
+OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS, "draft_dtype": DRAFT_DTYPES, "confidence_threshold": None}
 
 # Options of vLLM's that mean something else to a head than what they say, or nothing.
 _REFUSED = {
@@ -112,14 +113,15 @@ class Plan:
     """What becomes of a speculative configuration that names a drafter of ours.
 
     stock: the keys for vLLM's own SpeculativeConfig; draft: the checkpoint's configuration, None where only vLLM can read it;
-    backend, path_rule, candidate_dtype: our keys.
+    backend, path_rule, draft_dtype, confidence_threshold: our keys.
     """
 
     stock: dict[str, Any]
     draft: DraftConfig | None
     backend: str
     path_rule: str
-    candidate_dtype: str = "auto"
+    draft_dtype: str = "auto"
+    confidence_threshold: float = 0.0
 
     @property
     def served_here(self) -> bool:
@@ -243,7 +245,7 @@ def _plain_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
     if Path(spec["model"]).is_dir():
         refuse_hidden_head(spec["model"], draft)
     for key in OUR_KEYS.keys() & spec.keys():
-        if spec.pop(key) not in ("greedy", "stock", "auto"):
+        if spec.pop(key) not in ("greedy", "stock", "auto", 0):
             raise UserError(f"--speculative-config: {key} is an option of heads, {draft.architecture} has none; remove it")
     spec.setdefault("method", METHOD)
     spec.setdefault("num_speculative_tokens", draft.num_slots)
@@ -253,7 +255,7 @@ def _plain_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
 def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan:
     where = "--speculative-config"
     for key, choices in OUR_KEYS.items():
-        if key in spec and spec[key] not in choices:
+        if choices is not None and key in spec and spec[key] not in choices:
             hint = nearest(str(spec[key]), choices)
             raise UserError(f"{where}: {key} must be one of {', '.join(choices)}, got {json.dumps(spec[key])}{hint}")
     unknown = [key for key in spec if key not in _known_keys() and not key.startswith("target_")]
@@ -266,11 +268,14 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
         raise UserError(f"{where}: path_rule '{rule}' walks a lattice, which {draft.architecture} has not; it offers {rules}")
     if backend == "stock" and offered.stock is None:
         raise UserError(f'{where}: vLLM has no {draft.architecture} of its own; remove "backend": "stock"')
-    dtype = spec.pop("candidate_dtype", "auto")
-    if dtype != "auto" and "exact" not in offered.path_rules:
-        raise UserError(f"{where}: candidate_dtype is for heads with candidates, {draft.architecture} has none; remove it")
-    if dtype != "auto" and backend == "stock":
-        raise UserError(f'{where}: backend "stock" takes candidates in the target\'s precision; remove candidate_dtype or it')
+    dtype, threshold = spec.pop("draft_dtype", "auto"), spec.pop("confidence_threshold", 0.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+        raise UserError(f"{where}: confidence_threshold must be at least 0 and below 1, got {json.dumps(threshold)}")
+    for key, asked in (("draft_dtype", dtype != "auto"), ("confidence_threshold", threshold > 0)):
+        if asked and "exact" not in offered.path_rules:
+            raise UserError(f"{where}: {key} is for heads with candidates, {draft.architecture} has none; remove it")
+        if asked and backend == "stock":
+            raise UserError(f'{where}: backend "stock" has no {key}; remove one of them')
     known = {METHOD, offered.stock} - {None}
     if spec.get("method", METHOD) not in known:
         names = " or ".join(f'"{name}"' for name in sorted(filter(None, known)))
@@ -308,7 +313,7 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
         raise UserError(f"{where}: backend \"stock\" walks greedily only; remove path_rule '{rule}' or the backend")
 
     _check_target(draft, target)
-    return Plan(spec, draft, backend, rule, dtype)
+    return Plan(spec, draft, backend, rule, dtype, float(threshold))
 
 
 def _check_target(draft: DraftConfig, target: Any) -> None:
@@ -371,7 +376,8 @@ def _finish(config: Any, found: Plan) -> Any:
         hf_config.dflash_config = dict(hf_config.dflash_config) | {
             "vllm_lilicorr": {
                 "path_rule": found.path_rule,
-                "candidate_dtype": found.candidate_dtype,
+                "draft_dtype": found.draft_dtype,
+                "confidence_threshold": found.confidence_threshold,
                 "max_len": draft_model.max_model_len,
                 "draft": found.draft.to_dict(),
             }

@@ -105,6 +105,10 @@ class LatticeDrafting(DraftingHead):
     def lay_out(self, num_slots: int, rule: str) -> None:
         self._head(num_slots, rule)
 
+    def layout(self) -> dict[str, Any]:
+        """Return what else `fused` is built with."""
+        return {}
+
     def precompute(self, head: Any) -> None:
         """Give the first `head` built whatever depends on the target's weights alone; further draft lengths share it."""
 
@@ -115,7 +119,7 @@ class LatticeDrafting(DraftingHead):
                 head = next(iter(self._heads.values())).for_slots(num_slots)
             else:
                 build = self.plain if plain_head() else self.fused
-                head = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots)
+                head = build(self.model.head, max_blocks=self.max_blocks, num_slots=num_slots, **self.layout())
                 if rule != "argmax":  # which scores nothing, and an engine that drafts by it drafts by no other rule
                     self.precompute(head)
             head.timed = self.timing.part
@@ -180,6 +184,9 @@ class LiLiCorrDrafting(LatticeDrafting):
     """The lattice scored in sight of itself."""
 
     fused, plain = FusedLiLiCorrHead, PlainLiLiCorrHead
+
+    def layout(self) -> dict[str, Any]:
+        return {"dtype": self.model.head_dtype}
 
     def precompute(self, head: Any) -> None:
         # Where kernels run (a GPU, or its code interpreted) the embedding stays as it is: token_proj is a small part of a step

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3DecoderLayer, DFlashQwen3ForCausalLM, DFlashQwen3Model
@@ -27,6 +28,18 @@ from .methods import METHODS
 def served_draft(hf_config: Any, source: str = "config.json") -> DraftConfig:
     """Return the drafter's configuration from what the workers were given."""
     return DraftConfig.from_dict(served_options(hf_config)["draft"], source)
+
+
+class NarrowLinear(UnquantizedLinearMethod):
+    """One of vLLM's linear layers by a bfloat16 copy of its weight: x W^T is taken in bfloat16, and handed on in x's dtype."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self._product = PackedLinear(layer.weight.detach().to(torch.bfloat16), None)
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self._product(x.flatten(0, -2).to(torch.bfloat16)).to(x.dtype).unflatten(0, x.shape[:-1])
+        return y if bias is None else y + bias
 
 
 class ServedLayer(DFlashQwen3DecoderLayer):
@@ -90,7 +103,12 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         self.head = build_head(self.draft).requires_grad_(False)
         # The features are log-probabilities under the raw output head: no scale and no cap of the target's apply.
         self.candidate_logits = LogitsProcessor(self.config.vocab_size)
+        self._narrow = served_options(self.config)["draft_dtype"] != "auto"
         self._narrow_head: PackedLinear | None = None
+        if self._narrow:
+            for layer in self.model.modules():
+                if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
+                    layer.quant_method = NarrowLinear()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = self._own_tensors()
@@ -135,17 +153,25 @@ class ServedDraft(DFlashQwen3ForCausalLM):
             return self._narrow_head(slot_hidden.to(torch.bfloat16))
         return self.candidate_logits(self.lm_head, slot_hidden, skip_gather=True)
 
-    def lay_out_candidates(self) -> None:
-        """Copy the output head to bfloat16 where `candidate_dtype` asks for it. With a float32 target on a CPU, reading it is the
-        largest part of drafting. Drafts are what changes; the target verifies them in its own precision."""
-        if served_options(self.config)["candidate_dtype"] == "auto":
+    def lay_out_products(self) -> None:
+        """Copy the target's output head to bfloat16 where `draft_dtype` asks for it, and let the head compute in it.
+
+        With a float32 target on a CPU, reading weights is most of drafting. Drafts are what changes; the target verifies them in
+        its own precision.
+        """
+        if not self._narrow:
             return
         plain = isinstance(self.lm_head.quant_method, UnquantizedEmbeddingMethod)
         if not plain or getattr(self.lm_head, "bias", None) is not None:
-            raise UserError("candidate_dtype: the target's output head is quantised or has a bias; remove candidate_dtype")
+            raise UserError("draft_dtype: the target's output head is quantised or has a bias; remove draft_dtype")
         if self.lm_head.weight.dtype == torch.bfloat16:
             return
         self._narrow_head = PackedLinear(self.lm_head.weight.detach().to(torch.bfloat16), None)
+
+    @property
+    def head_dtype(self) -> torch.dtype | None:
+        """What the head is to compute in; None: as its weights are."""
+        return None if self._narrow_head is None else torch.bfloat16
 
     def full_logits(self, slot_hidden: Tensor) -> Tensor:
         """Return [rows, V], gathered over the ranks: what a head over the whole vocabulary needs."""

@@ -7,6 +7,7 @@ layout has them, and turns slot states into drafts by the method's head instead 
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -23,6 +24,8 @@ from .hooks import served_options
 from .methods import METHODS
 from .model import without_adapter
 from .trace import Trace
+
+logger = logging.getLogger("vllm.vllm_lilicorr")
 
 # Below this vLLM's V1 sampler takes a row for greedy.
 GREEDY_BELOW = 1e-5
@@ -97,6 +100,13 @@ class DraftProposer(DFlashProposer):
         options = served_options(self.draft_model_config.hf_config)
         self.rule = options["path_rule"]
         self.limit = options["max_len"]
+        self.threshold = options["confidence_threshold"]
+        if self.threshold and vllm_config.scheduler_config.async_scheduling:
+            logger.warning(
+                "confidence_threshold has no effect with asynchronous scheduling, which verifies whole blocks; outputs are the "
+                "same. Serve with --no-async-scheduling, or remove it"
+            )
+            self.threshold = 0.0
         # Draws of requests without a seed. Never torch's global generator: the target samples from that one, and what it
         # draws must not depend on drafting.
         seed = (vllm_config.model_config.seed or 0) ^ 0x11117C022
@@ -116,7 +126,7 @@ class DraftProposer(DFlashProposer):
         model = self._served()
         model.model.embed_tokens = without_adapter(model.model.embed_tokens)  # the V2 runner hands out the layer itself
         model.check_vocabulary(target_model)
-        model.lay_out_candidates()
+        model.lay_out_products()
         self.shifted = model.draft.head.shifted
         self.drafting = METHODS[type(model.draft.head)].build(model, self.max_batch_size)
         if self.device.type == "cpu":
@@ -258,14 +268,34 @@ class DraftProposer(DFlashProposer):
         timing.leave(int(common_attn_metadata.num_reqs), common_attn_metadata.max_query_len)
         if num_speculative_tokens == 0:
             return drafts
+        lengths = self._lengths(len(drafts))
         if self.trace is not None:
             starts = common_attn_metadata.query_start_loc
-            self._record(drafts, starts[1:] - starts[:-1], num_rejected_tokens_gpu)
-        if self._fits is None:
+            self._record(drafts, lengths, starts[1:] - starts[:-1], num_rejected_tokens_gpu)
+        if lengths is None:
             return drafts
         if self.runner is not None and self.runner.use_async_scheduling:
             return self._null_drafts(drafts)
-        return [row if fit else [] for row, fit in zip(drafts.tolist(), self._fits.tolist(), strict=True)]
+        return [row[:length] for row, length in zip(drafts.tolist(), lengths, strict=True)]
+
+    def _lengths(self, batch: int) -> list[int] | None:
+        """Return how many drafts of each block are to be verified; None: all of them.
+
+        None where a block reaches past the limit. With a confidence threshold a block ends, after its first draft, before the
+        slot to which it is less likely than that to be accepted: the probability of a slot's best candidate, given the
+        one before it, times those of the slots before. It does not look at what was drawn in the slot itself, so that the
+        proposal of what is verified stays the distribution it was drawn from.
+        """
+        if self._fits is None and not self.threshold:
+            return None
+        lengths = [self.num_speculative_tokens] * batch
+        if self.threshold:
+            proposal = self._proposal
+            best = proposal.scores.softmax(-1).amax(-1) * proposal.log_probs.exp().sum(-1)
+            lengths = (best.cumprod(-1)[:, 1:] >= self.threshold).sum(-1).add_(1).tolist()
+        if self._fits is not None:
+            lengths = [length if fit else 0 for length, fit in zip(lengths, self._fits.tolist(), strict=True)]
+        return lengths
 
     def _null_drafts(self, drafts: Tensor) -> Tensor:
         """Asynchronous scheduling verifies a fixed number of drafts: a withheld row proposes the mask token, with certainty.
@@ -296,12 +326,12 @@ class DraftProposer(DFlashProposer):
         valid, ids = (torch.ones(batch, dtype=kind, device=self.device) for kind in (torch.bool, torch.int64))
         self.drafting.propose(BlockStates(hidden, hidden[:, 0], valid, ids), self.rule)
 
-    def _record(self, drafts: Tensor, widths: Tensor, rejected: Tensor | None) -> None:
+    def _record(self, drafts: Tensor, lengths: list[int] | None, widths: Tensor, rejected: Tensor | None) -> None:
         assert self.trace is not None and self._anchor_positions is not None
         count = len(drafts)
         # Rows in the middle of a prompt: their drafts are dropped by the scheduler.
         live = [not unfinished for unfinished in self.runner.discard_request_mask.np[:count].tolist()]
-        fits = [True] * count if self._fits is None else self._fits.tolist()
+        lengths = [drafts.shape[1]] * count if lengths is None else lengths
         verified = (widths - 1).tolist()
         accepted = (widths - 1 - (0 if rejected is None else rejected[:count])).tolist()
         self.trace.step(
@@ -309,6 +339,6 @@ class DraftProposer(DFlashProposer):
             live,
             self._anchor_positions.tolist(),
             self._proposal.ids.tolist(),
-            [row if fit else [] for row, fit in zip(drafts.tolist(), fits, strict=True)],
+            [row[:length] for row, length in zip(drafts.tolist(), lengths, strict=True)],
             [done if asked and rejected is not None else None for asked, done in zip(verified, accepted, strict=True)],
         )

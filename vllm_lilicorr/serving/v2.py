@@ -9,6 +9,7 @@ head writes neither tokens nor proposals for them. The two supported releases di
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from typing import Any
 
@@ -27,6 +28,8 @@ from .methods import METHODS
 from .model import served_draft
 from .trace import DEBUG_VARIABLE, VARIABLE, Trace, debug
 
+logger = logging.getLogger("vllm.vllm_lilicorr")
+
 
 class DraftSpeculator(DFlashSpeculator):
     """Drafts by the served model's head; `draft_logits` holds the proposal of its sampled drafts."""
@@ -39,6 +42,10 @@ class DraftSpeculator(DFlashSpeculator):
         super().__init__(vllm_config, device)
         check_variables(device.type, vllm_config.compilation_config.cudagraph_mode)
         options = served_options(self.draft_model_config.hf_config)
+        if options["confidence_threshold"]:
+            logger.warning(
+                "confidence_threshold has no effect on the V2 model runner, which verifies whole blocks; outputs are the same"
+            )
         self.limit = options["max_len"]
         probabilistic = self.draft_logits is not None
         self.rule = "sampled" if probabilistic else options["path_rule"]
@@ -57,7 +64,7 @@ class DraftSpeculator(DFlashSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         model = super().load_draft_model(target_model, target_attn_layer_names)
         model.check_vocabulary(target_model)
-        model.lay_out_candidates()
+        model.lay_out_products()
         self.drafting = METHODS[type(model.draft.head)].build(model, self.max_num_reqs)
         model.set_block_width(self.num_query_per_req)
         # vLLM estimates acceptance from scores where no head was trained to say it.
