@@ -284,6 +284,18 @@ def _successors_torch(scores: torch.Tensor, rule: str, temperature, uniforms) ->
     return successor, torch.where(drawn[..., None], warm, probs)
 
 
+def _follow(successor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the ranks walked through [N, S], one behind and as they are; the first slot's predecessor has rank 0."""
+    paths = []
+    for block in successor.tolist():  # a few numbers, which an operation a slot would take longer over
+        path = [0]
+        for slot in block:
+            path.append(slot[path[-1]])
+        paths.append(path)
+    walked = torch.tensor(paths, dtype=torch.int64, device=successor.device).view(len(successor), successor.shape[1] + 1)
+    return walked[:, :-1], walked[:, 1:]
+
+
 def _viterbi_torch(scores: torch.Tensor, rule: str) -> torch.Tensor:
     """Returns the path [N, S] of greatest total score."""
     if rule == "exact-normalized":
@@ -327,10 +339,7 @@ def score_and_walk_torch(
             drawn = random.uniforms is None
             uniforms = uniforms_torch(random.seeds[row, None], random.positions[live]) if drawn else random.uniforms[live]
         successor, probs = _successors_torch(usable, rule, temperature, uniforms)
-        steps = [torch.zeros(n, 1, dtype=torch.int64, device=ids.device)]
-        for s in range(slots):
-            steps.append(successor[:, s].gather(1, steps[-1]))
-        before, path = torch.cat(steps[:-1], 1), torch.cat(steps[1:], 1)
+        before, path = _follow(successor)
         probs = _pick(probs, before)
     z = _pick(usable, before)
     z[..., :1].masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0.0)
