@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,6 +299,34 @@ def test_on_a_cpu_the_v1_proposer_lays_its_head_out_before_the_first_request(mon
     )
     proposer.load_model(torch.nn.Module())
     assert proposer.drafting._heads[SLOTS]._projected is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["greedy", "argmax"])
+@pytest.mark.parametrize("name", LATTICES)
+def test_a_block_ends_where_its_next_draft_is_less_likely_than_the_threshold(name: str, rule: str) -> None:
+    from vllm_lilicorr.serving import v1
+
+    served, proposer = Served(name), object.__new__(v1.DraftProposer)
+    proposal = served.drafting().propose(served.block, rule)
+    vars(proposer).update(num_speculative_tokens=SLOTS, threshold=0.1, _proposal=proposal, _fits=None)
+    expected = []
+    for scores, log_probs in zip(proposal.scores.tolist(), proposal.log_probs.tolist(), strict=True):
+        likely, length = 1.0, 0
+        for z, candidates in zip(scores, log_probs, strict=True):
+            likely *= max(math.exp(one) for one in z) / sum(math.exp(one) for one in z) * sum(math.exp(one) for one in candidates)
+            if length and likely < 0.1:
+                break
+            length += 1
+        expected.append(length)
+    assert proposer._lengths(BLOCKS) == expected
+    assert 1 <= min(expected) < SLOTS and len(set(expected)) > 1, expected
+    proposer._fits = torch.arange(BLOCKS) != 2
+    assert proposer._lengths(BLOCKS) == [0 if i == 2 else length for i, length in enumerate(expected)]
+    proposer.threshold = 0.0
+    assert proposer._lengths(BLOCKS) == [0 if i == 2 else SLOTS for i in range(BLOCKS)]
+    proposer._fits = None
+    assert proposer._lengths(BLOCKS) is None
 
 
 @pytest.mark.slow
