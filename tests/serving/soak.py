@@ -273,6 +273,13 @@ def soak(
     return report
 
 
+def served(draft: Path) -> dict[str, Any]:
+    """Return what the drafter's own serving file asks for, beside the drafter."""
+    file = draft / "lilicorr.json"
+    options = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {key: value for key, value in options.items() if key != "model"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", type=Path, help="default, with --draft: the small pair the tests use")
@@ -297,7 +304,7 @@ def main() -> int:
             args.release,
             args.kinds,
             args.steps,
-            draft_sample_method="probabilistic",
+            **{**served(args.draft), "draft_sample_method": "probabilistic"},
         )
     except (AssertionError, subprocess.SubprocessError) as error:
         print(f"FAILED\n{error}")
