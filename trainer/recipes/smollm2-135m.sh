@@ -53,7 +53,7 @@ $PYTHON -m vllm_lilicorr.bench acceptance --target $TARGET --draft lilicorr="$LI
     --max-tokens "${MAX_TOKENS:-256}" --temperature 0 --processes 2 --output "$RUNS/acceptance"
 
 # How many tokens to draft, and from which confidence on to verify them, is chosen by speed, on conversations that were neither
-# trained on nor are what the drafter is judged by. Seven servers at once: 18 GB.
+# trained on nor are what the drafter is judged by. Seven servers at once.
 unset OMP_NUM_THREADS
 $PYTHON trainer/held_out_prompts.py "${config[@]}" --prompts "$DATA/prompts/train.jsonl" --out "$DATA/prompts/development/development.jsonl"
 systems=()

@@ -107,7 +107,8 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         self._narrow_head: PackedLinear | None = None
         if self._narrow:
             for layer in self.model.modules():
-                if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
+                plain = isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
+                if plain and layer.weight.dtype != torch.bfloat16:
                     layer.quant_method = NarrowLinear()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -281,7 +281,7 @@ class DraftProposer(DFlashProposer):
     def _lengths(self, batch: int) -> list[int] | None:
         """Return how many drafts of each block are to be verified; None: all of them.
 
-        None where a block reaches past the limit. With a confidence threshold a block ends, after its first draft, before the
+        None of a block past the limit: 0. With a confidence threshold a block ends, after its first draft, before the
         slot to which it is less likely than that to be accepted: the probability of a slot's best candidate, given the
         one before it, times those of the slots before. It does not look at what was drawn in the slot itself, so that the
         proposal of what is verified stays the distribution it was drawn from.
