@@ -101,6 +101,7 @@ def outcomes(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_f
         ("options", model(ours, num_speculative_tokens=3, path_rule="exact", method="dflash")),
         ("dashes", model(ours, **{"num-speculative-tokens": 2})),
         ("narrow candidates", model(ours, draft_dtype="bfloat16")),
+        ("narrower candidates", model(ours, draft_dtype="int8")),
         ("threshold", model(ours, confidence_threshold=0.1)),
         ("stock backend", model(ours, backend="stock")),
         ("file", {"model": str(target), "speculative_config": str(root / "good.json")}),
@@ -196,6 +197,7 @@ def test_options_reach_the_workers(outcomes: dict[str, Any]) -> None:
     assert found["num_speculative_tokens"] == 3 and found["options"]["path_rule"] == "exact"
     assert outcomes["dashes"]["ok"]["num_speculative_tokens"] == 2
     assert outcomes["narrow candidates"]["ok"]["options"]["draft_dtype"] == "bfloat16"
+    assert outcomes["narrower candidates"]["ok"]["options"]["draft_dtype"] == "int8"
     assert found["options"]["draft_dtype"] == "auto" and found["options"]["confidence_threshold"] == 0
     assert outcomes["threshold"]["ok"]["options"]["confidence_threshold"] == 0.1
     assert outcomes["flags"]["ok"]["num_speculative_tokens"] == 3
@@ -391,3 +393,17 @@ def test_what_a_hubs_checkpoint_carries_of_its_own_is_named_when_it_is_loaded(he
         ServedDraft.check_vocabulary(served, target)  # type: ignore[arg-type]
     for word in words:
         assert word in str(raised.value)
+
+
+def test_int8_candidates_are_refused_where_vllm_has_no_product_for_them(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    from vllm_lilicorr.config import DraftConfig
+    from vllm_lilicorr.errors import UserError
+    from vllm_lilicorr.serving import configuration
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(UserError, match="int8 .* CPU build; set bfloat16"):
+        configuration._checked_plan({"draft_dtype": "int8"}, DraftConfig.load(pair[1]), None)

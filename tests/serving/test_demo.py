@@ -38,8 +38,10 @@ def test_the_table_takes_every_ratio_to_the_run_without_drafts() -> None:
 def test_candidates_are_drawn_in_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, dtype, drawn in (
         ("flags: avx512f avx512_bf16", "float32", "bfloat16"),
+        ("flags: avx512_bf16 avx512_vnni", "float32", "int8"),
+        ("flags: avx_vnni", "float32", "auto"),
         ("flags: avx2", "float32", "auto"),
-        ("flags: avx512_bf16", "bfloat16", "auto"),
+        ("flags: avx512_bf16 amx_int8", "bfloat16", "auto"),
     ):
         monkeypatch.setattr(Path, "read_text", lambda *_, flags=flags, **__: flags)
         assert demo._draft_dtype(dtype) == drawn

@@ -352,7 +352,7 @@ def test_only_a_plain_embedding_of_one_rank_is_gathered_from_here() -> None:
 
 
 @pytest.mark.slow
-def test_candidates_are_taken_in_the_precision_that_is_asked_for() -> None:
+def test_candidates_are_taken_in_the_precision_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from vllm_lilicorr.errors import UserError
@@ -362,12 +362,12 @@ def test_candidates_are_taken_in_the_precision_that_is_asked_for() -> None:
 
     def logits(asked: str, weight: Tensor = weight) -> Tensor:
         served = SimpleNamespace(
-            _narrow=asked != "auto", _narrow_head=None,
+            _draft_dtype=asked, _narrow_head=None,
             lm_head=SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod()),
             candidate_logits=lambda head, x, skip_gather: x @ head.weight.t(),
         )  # fmt: skip
         model.ServedDraft.lay_out_products(served)  # type: ignore[arg-type]
-        narrow = asked != "auto" and weight.dtype == torch.float32
+        narrow = asked == "int8" or asked == "bfloat16" and weight.dtype == torch.float32
         assert model.ServedDraft.head_dtype.fget(served) == (torch.bfloat16 if narrow else None)  # type: ignore[attr-defined]
         return model.ServedDraft.shard_logits(served, hidden.to(weight.dtype))  # type: ignore[arg-type]
 
@@ -378,9 +378,18 @@ def test_candidates_are_taken_in_the_precision_that_is_asked_for() -> None:
     torch.testing.assert_close(narrow.float(), rounded, atol=1e-2, rtol=1e-2)
     # A target in bfloat16 has them anyway, and nothing is copied.
     assert torch.equal(logits("bfloat16", weight.bfloat16()), hidden.bfloat16() @ weight.bfloat16().t())
-    quantised = SimpleNamespace(_narrow=True, lm_head=SimpleNamespace(quant_method=object()))  # which may have no `weight`
+    # int8: what is rounded is each row of the weight and each row of hidden, to 127 steps of its largest value.
+    for narrower in (logits("int8"), logits("int8", weight.bfloat16())):
+        assert narrower.dtype == torch.bfloat16 and not torch.equal(narrower, narrow)
+        error = (narrower.float() - exact).abs()
+        assert error.mean() < 0.02 * exact.std() and error.max() < 0.1 * exact.std()
+    layer = SimpleNamespace(quant_method=object())  # which may have no `weight`
+    quantised = SimpleNamespace(_draft_dtype="bfloat16", lm_head=layer)
     with pytest.raises(UserError, match="quantised"):
         model.ServedDraft.lay_out_products(quantised)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace())  # as a build without oneDNN has it
+    with pytest.raises(UserError, match="oneDNN .* set bfloat16"):
+        model.Int8Linear(weight)
 
 
 @pytest.mark.slow

@@ -94,10 +94,9 @@ def test_drafts_equal_the_references_up_to_the_targets_end(pair: tuple[Path, Pat
     compare_drafts(pair[0], pair[1], to_the_end, 1).check()
 
 
-def test_drafting_in_bfloat16_changes_drafts_at_most(pair: tuple[Path, Path]) -> None:
-    done = run(
-        *pair, [{"prompts": SHORT, "params": [{**GREEDY, "max_tokens": 24}] * 3}], speculative={"draft_dtype": "bfloat16"}
-    )
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_drafting_in_less_than_float32_changes_drafts_at_most(pair: tuple[Path, Path], dtype: str) -> None:
+    done = run(*pair, [{"prompts": SHORT, "params": [{**GREEDY, "max_tokens": 24}] * 3}], speculative={"draft_dtype": dtype})
     tally = compare_outputs(pair[0], _phases(done))
     tally.check()
     assert tally.compared == 72 and done.acceptance_length() > 1.5

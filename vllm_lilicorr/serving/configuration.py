@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.vllm_lilicorr")
 BACKENDS = ("lilicorr", "stock")
 # What runs the V1 proposer and the V2 speculator that ours derive from, whatever the head behind the block.
 METHOD = "dflash"
-DRAFT_DTYPES = ("auto", "bfloat16")
+DRAFT_DTYPES = ("auto", "bfloat16", "int8")
 # None: a number, checked by itself.
 OUR_KEYS = {"path_rule": PATH_RULES, "backend": BACKENDS, "draft_dtype": DRAFT_DTYPES, "confidence_threshold": None}
 
@@ -276,6 +276,11 @@ def _checked_plan(spec: dict[str, Any], draft: DraftConfig, target: Any) -> Plan
             raise UserError(f"{where}: {key} is for heads with candidates, {draft.architecture} has none; remove it")
         if asked and backend == "stock":
             raise UserError(f'{where}: backend "stock" has no {key}; remove one of them')
+    if dtype == "int8":
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            raise UserError(f"{where}: draft_dtype int8 takes products of vLLM's CPU build; set bfloat16 or remove it")
     known = {METHOD, offered.stock} - {None}
     if spec.get("method", METHOD) not in known:
         names = " or ".join(f'"{name}"' for name in sorted(filter(None, known)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import _custom_ops as operators
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -40,6 +41,34 @@ class NarrowLinear(UnquantizedLinearMethod):
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = self._product(x.flatten(0, -2).to(torch.bfloat16)).to(x.dtype).unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
+
+
+class Int8Linear:
+    """x W^T by an int8 copy of W [out, in] and vLLM's oneDNN product: one scale a row of W, one a row of x, found as it comes.
+
+    Reads a quarter of a float32 weight's memory. Raises UserError where vLLM was built without that product.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        if not hasattr(torch.ops._C, "create_onednn_scaled_mm_handler"):
+            raise UserError("draft_dtype: int8 needs the oneDNN products of vLLM's CPU build; set bfloat16 or remove it")
+        self.out_features = len(weight)
+        self._scales = scales = weight.new_empty(self.out_features, 1, dtype=torch.float32)
+        rows = torch.empty_like(weight, dtype=torch.int8)
+        for part in torch.arange(self.out_features, device=weight.device).split(1 << 14):
+            values = weight[part].float()
+            scales[part] = values.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+            rows[part] = (values / scales[part]).round().to(torch.int8)
+        # The product packs the rows into memory of its own, but reads the scales where they are. Up to 32 numbers of rows of x
+        # keep the code that was made for them.
+        self._product = operators.create_onednn_scaled_mm(rows.t(), scales.view(1, -1), torch.bfloat16, True, False, 32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x W^T [n, out] in bfloat16, of x [n, in] in bfloat16."""
+        quantised, scale, _ = operators.onednn_scaled_int8_quant(x)
+        out = x.new_empty(len(x), self.out_features)
+        operators.onednn_scaled_mm(self._product, quantised, out, scale, None, None, None)
+        return out
 
 
 class ServedLayer(DFlashQwen3DecoderLayer):
@@ -103,9 +132,9 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         self.head = build_head(self.draft).requires_grad_(False)
         # The features are log-probabilities under the raw output head: no scale and no cap of the target's apply.
         self.candidate_logits = LogitsProcessor(self.config.vocab_size)
-        self._narrow = served_options(self.config)["draft_dtype"] != "auto"
-        self._narrow_head: PackedLinear | None = None
-        if self._narrow:
+        self._draft_dtype = served_options(self.config)["draft_dtype"]
+        self._narrow_head: Callable[[Tensor], Tensor] | None = None
+        if self._draft_dtype != "auto":
             for layer in self.model.modules():
                 plain = isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
                 if plain and layer.weight.dtype != torch.bfloat16:
@@ -155,19 +184,21 @@ class ServedDraft(DFlashQwen3ForCausalLM):
         return self.candidate_logits(self.lm_head, slot_hidden, skip_gather=True)
 
     def lay_out_products(self) -> None:
-        """Copy the target's output head to bfloat16 where `draft_dtype` asks for it, and let the head compute in it.
+        """Copy the target's output head to what `draft_dtype` asks for, and let the head compute in bfloat16.
 
         With a float32 target on a CPU, reading weights is most of drafting. Drafts are what changes; the target verifies them in
         its own precision.
         """
-        if not self._narrow:
+        if self._draft_dtype == "auto":
             return
         plain = isinstance(self.lm_head.quant_method, UnquantizedEmbeddingMethod)
         if not plain or getattr(self.lm_head, "bias", None) is not None:
             raise UserError("draft_dtype: the target's output head is quantised or has a bias; remove draft_dtype")
-        if self.lm_head.weight.dtype == torch.bfloat16:
-            return
-        self._narrow_head = PackedLinear(self.lm_head.weight.detach().to(torch.bfloat16), None)
+        weight = self.lm_head.weight.detach()
+        if self._draft_dtype == "int8":
+            self._narrow_head = Int8Linear(weight)
+        elif weight.dtype != torch.bfloat16:
+            self._narrow_head = PackedLinear(weight.to(torch.bfloat16), None)
 
     @property
     def head_dtype(self) -> torch.dtype | None:
