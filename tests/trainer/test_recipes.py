@@ -129,3 +129,14 @@ def test_the_drafters_second_pass_begins_with_the_firsts_weights(recipe, tmp_pat
     assert {c.draft.head: c.run.warm_start for c in second} == {c.draft.head: f"{c.run.output}/export" for c in first}
     card = then[-1]
     assert card[card.index("--run") + 1] == "runs/drafter/lilicorr-more" and "MORE=7" in card[card.index("--made-by") :]
+
+
+def test_a_checkpoint_that_both_arms_begin_with_is_that_of_their_first_pass_alone(recipe, monkeypatch):
+    given = {"PROMPTS": "prompts", "RUNS": "runs/drafter", "ASSETS": "drafter", "MORE": "7", "FROM": "some/checkpoint"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    status, trained, then = recipe("smollm2-135m.sh")
+    assert status == 0 and "FROM=some/checkpoint" in " ".join(then[-1])
+    configs = [TrainConfig.load(ROOT / "configs/smollm2-135m.yaml", overrides(words)) for _, words in trained]
+    assert [config.run.warm_start for config in configs[:2]] == ["some/checkpoint"] * 2
+    assert {config.run.warm_start for config in configs[2:]} == {"runs/drafter/lilicorr/export", "runs/drafter/dflash/export"}

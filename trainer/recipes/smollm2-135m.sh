@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes the drafter in vllm_lilicorr/assets/smollm2-135m: corpus, states, both arms, acceptance on held-out rows.
 #
-#   PROMPTS=DIR [STEPS=n] [MORE=n] [MAX_TOKENS=n] [ROWS=n] trainer/recipes/smollm2-135m.sh
+#   PROMPTS=DIR [STEPS=n] [MORE=n] [FROM=CKPT] [MAX_TOKENS=n] [ROWS=n] trainer/recipes/smollm2-135m.sh
 #
 # PROMPTS holds aime25, arena-hard-v2, gsm8k, humaneval, livecodebench and mt-bench as NAME.jsonl; the last 20 rows of each are
-# held out. MORE: after STEPS, both arms train as many steps more, with a new schedule and other anchors. Started again after an
-# interruption, it continues: every step keeps what it has finished. Two cores, one arm on each.
+# held out. MORE: after STEPS, both arms train as many steps more, with a new schedule and other anchors. FROM: both arms begin with
+# the backbone of this checkpoint, and LiLiCorr with its head, in place of new weights. Started again after an interruption, it
+# continues: every step keeps what it has finished. Two cores, one arm on each.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${PROMPTS:?names the folder of benchmark prompts}"
@@ -15,6 +16,7 @@ RUNS=${RUNS:-runs/smollm2-135m}
 TARGET=models/smollm2-135m-instruct
 # What the machine multiplies fast: bfloat16 where the processor has it, else float32 (without it, bfloat16 is emulated).
 if grep -q -m1 -E 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo; then DTYPE=bfloat16 PRECISION=bf16 NARROW=bfloat16; else DTYPE=float32 PRECISION=fp32 NARROW=auto; fi
+if [ $NARROW = bfloat16 ] && grep -q -m1 -E 'amx_int8|avx512_vnni|avx_vnni' /proc/cpuinfo; then NARROW=int8; fi
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 $PYTHON -m vllm_lilicorr.smollm2 $TARGET
@@ -33,11 +35,12 @@ other=$!
 trap 'kill $other 2>/dev/null || true' EXIT
 taskset -c 1 $PYTHON trainer/cache.py --dtype $DTYPE --shard 1/2 "${config[@]}"
 wait $other
-train=($PYTHON trainer/main.py "${config[@]}")
+# One process an arm: its two conversations go through in one piece, and ZeRO would have nothing to partition.
+train=($PYTHON trainer/main.py "${config[@]}" run.micro_batch_size=2 deepspeed.config=configs/deepspeed/zero0.json)
 LILICORR=$RUNS/lilicorr DFLASH=$RUNS/dflash
-taskset -c 0 "${train[@]}" run.output="$LILICORR" &
+taskset -c 0 "${train[@]}" ${FROM:+run.warm_start="$FROM"} run.output="$LILICORR" &
 other=$!
-taskset -c 1 "${train[@]}" draft.head=dflash run.output="$DFLASH"
+taskset -c 1 "${train[@]}" ${FROM:+run.warm_start="$FROM"} draft.head=dflash run.output="$DFLASH"
 wait $other
 if [ -n "${MORE:-}" ]; then
     train+=(run.max_steps="$MORE" run.seed=1 evaluation.every=2000)
@@ -65,4 +68,4 @@ $PYTHON -m vllm_lilicorr.bench serve --target $TARGET --prompts-dir "$DATA/promp
 ASSETS=${ASSETS:-vllm_lilicorr/assets/smollm2-135m}
 rm -rf "$ASSETS" && cp -r "$LILICORR/export" "$ASSETS"
 $PYTHON -m vllm_lilicorr.bench card "$ASSETS" --run "$LILICORR" --beside "$DFLASH" --results "$RUNS/acceptance" \
-    --lengths "$RUNS/lengths" --made-by "PROMPTS=DIR${STEPS:+ STEPS=$STEPS}${MORE:+ MORE=$MORE} trainer/recipes/smollm2-135m.sh"
+    --lengths "$RUNS/lengths" --made-by "PROMPTS=DIR${FROM:+ FROM=$FROM}${STEPS:+ STEPS=$STEPS}${MORE:+ MORE=$MORE} trainer/recipes/smollm2-135m.sh"
