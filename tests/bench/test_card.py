@@ -88,7 +88,9 @@ def test_a_run_that_went_on_from_anothers_weights_is_told_with_it(made, tmp_path
 
     shutil.rmtree(tmp_path / "lilicorr")  # of a checkpoint from elsewhere nothing is known
     assert bench([*made, "--run", str(more)]) == 0
-    assert "10 steps in 0.02 hours, evaluation included, as `more` of" in (tmp_path / "smollm2-135m/README.md").read_text()
+    alone = (tmp_path / "smollm2-135m/README.md").read_text()
+    assert "10 steps in 0.02 hours, evaluation included, as `more` of" in alone
+    assert f"`more` began with the weights of `{tmp_path / 'lilicorr/export'}`: its backbone" in alone and "began" not in text
 
 
 def test_a_tolerated_step_is_left_out_of_its_rows_mean():

@@ -148,6 +148,7 @@ def training(run: Path, beside: Sequence[Path], command: str) -> str:
         "## Training",
         f"```\n{command}\n```",
         f"{records[-1]['step']:,} steps in {hours(records):.2f} hours, evaluation included, as {names} of that command. {_data(run)}",
+        *filter(None, [_begun([run, *beside])]),
     ]
     for name, told in histories:
         lines += [f"Learning curve of `{name}`, each row the mean over its steps:", curve(told)]
@@ -173,10 +174,24 @@ def _data(run: Path) -> str:
     return f"Data: {rows:,} prompts answered by the target itself ({sampling}), {answers:,} answer tokens."
 
 
+def _begun(runs: Sequence[Path]) -> str:
+    """Return a sentence on the checkpoints from elsewhere that the runs began with; "" where all began with new weights."""
+    firsts = [passes(run)[0] for run in runs]
+    begun = [(first.name, warm_start(first)) for first in firsts]
+    told = [f"`{name}` began with the weights of `{checkpoint}`" for name, checkpoint in begun if checkpoint]
+    return f"{', '.join(told)}: its backbone, and where the head is of the same kind its head." if told else ""
+
+
+def warm_start(run: Path) -> str | None:
+    """Return the checkpoint that a run began with, as its configuration names it."""
+    found: str | None = read_yaml(run / "config.yaml", "configs/smollm2-135m.yaml").get("run", {}).get("warm_start")
+    return found
+
+
 def passes(run: Path) -> list[Path]:
     """Return the runs that made a drafter, the first first: `run` began with the weights that the one before it exported, and so on.
     A checkpoint from elsewhere ends the row."""
-    begun = read_yaml(run / "config.yaml", "configs/smollm2-135m.yaml").get("run", {}).get("warm_start")
+    begun = warm_start(run)
     before = Path(begun).parent if begun else None
     return [*(passes(before) if before and (before / "metrics.jsonl").exists() else []), run]
 
