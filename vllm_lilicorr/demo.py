@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     slots = _slots(args.num_speculative_tokens, draft)
     args.dtype = args.dtype or _dtype()
     narrow = args.draft_dtype or _draft_dtype(args.dtype)
-    threshold = _served(draft).get("confidence_threshold", 0) if args.confidence_threshold is None else args.confidence_threshold
+    threshold = served(draft).get("confidence_threshold", 0) if args.confidence_threshold is None else args.confidence_threshold
     if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
         raise UserError(f"--confidence-threshold: must be at least 0 and below 1, got {threshold}")
     common = {
@@ -223,7 +223,7 @@ def _prompts(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [prompt for row in itertools.zip_longest(*by_kind) for prompt in row if prompt]
 
 
-def _served(draft: Path) -> dict[str, Any]:
+def served(draft: Path) -> dict[str, Any]:
     """Return what the drafter's own serving file asks for; empty where there is none.
 
     Raises UserError where the file cannot be read, or names no number of tokens.
@@ -232,11 +232,11 @@ def _served(draft: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        served = dict(json.loads(file.read_text(encoding="utf-8")))
-        served["num_speculative_tokens"]
+        options = dict(json.loads(file.read_text(encoding="utf-8")))
+        options["num_speculative_tokens"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: names no num_speculative_tokens ({error}); mend or remove the file") from None
-    return served
+    return options
 
 
 def _slots(wanted: int | None, draft: Path) -> int:
@@ -244,9 +244,9 @@ def _slots(wanted: int | None, draft: Path) -> int:
 
     Raises UserError where the drafter has not so many, or the file cannot be read.
     """
-    most, served, source = DraftConfig.load(draft).num_slots, _served(draft), "--num-speculative-tokens"
-    if wanted is None and served:
-        wanted, source = served["num_speculative_tokens"], f"{draft / 'lilicorr.json'}: num_speculative_tokens"
+    most, asked, source = DraftConfig.load(draft).num_slots, served(draft), "--num-speculative-tokens"
+    if wanted is None and asked:
+        wanted, source = asked["num_speculative_tokens"], f"{draft / 'lilicorr.json'}: num_speculative_tokens"
     if wanted is None:
         return most
     if not isinstance(wanted, int) or not 1 <= wanted <= most:

@@ -32,6 +32,7 @@ import pairs  # noqa: E402
 from engines import compare_outputs, environment  # noqa: E402
 
 from vllm_lilicorr.bench._server import Server, resident_bytes  # noqa: E402
+from vllm_lilicorr.demo import served  # noqa: E402
 
 KINDS = ("greedy",) * 4 + ("sampled",) * 3 + ("abort",) * 2 + ("stop", "several", "logprobs", "json")
 """What the streams choose from, the frequent ones several times."""
@@ -273,13 +274,6 @@ def soak(
     return report
 
 
-def served(draft: Path) -> dict[str, Any]:
-    """Return what the drafter's own serving file asks for, beside the drafter."""
-    file = draft / "lilicorr.json"
-    options = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return {key: value for key, value in options.items() if key != "model"}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", type=Path, help="default, with --draft: the small pair the tests use")
@@ -304,7 +298,8 @@ def main() -> int:
             args.release,
             args.kinds,
             args.steps,
-            **{**served(args.draft), "draft_sample_method": "probabilistic"},
+            **{key: value for key, value in served(args.draft).items() if key != "model"},
+            draft_sample_method="probabilistic",
         )
     except (AssertionError, subprocess.SubprocessError) as error:
         print(f"FAILED\n{error}")
